@@ -1,0 +1,44 @@
+"""Every test sees eight faked CPU devices, and an array that is broadcast by accident is an error."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import jax
+import pytest
+from hypothesis import settings
+
+jax.config.update("jax_platforms", "cpu")
+jax.config.update("jax_num_cpu_devices", 8)
+jax.config.update("jax_numpy_rank_promotion", "raise")
+
+# Compilation makes the first example slow, and a run that fails must fail again.
+settings.register_profile("jaxpar", deadline=None, derandomize=True, database=None)
+settings.load_profile("jaxpar")
+
+_REPOSITORY = Path(__file__).parent.parent
+_ENVIRONMENT = {name: value for name, value in os.environ.items() if not name.startswith(("JAX_", "XLA_"))}
+_ENVIRONMENT["PYTHONPATH"] = str(_REPOSITORY)
+
+
+@pytest.fixture
+def fresh_python(tmp_path: Path) -> Callable[..., str]:
+    """Run code in an interpreter of its own, where JAX has not started, from an empty folder; gives what it prints."""
+
+    def run(code: str, **environment: str) -> str:
+        done = subprocess.run(
+            [sys.executable, "-W", "error", "-c", code],
+            cwd=tmp_path,
+            env=_ENVIRONMENT | environment,
+            capture_output=True,
+            text=True,
+            timeout=120,
+        )
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    return run
