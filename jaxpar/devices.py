@@ -81,7 +81,7 @@ def _fake_cpu_devices(count: int) -> None:
 
 def _cpu_devices_asked_for() -> int:
     """Number of CPU devices that JAX's option asks for, or the XLA flag that the option would override."""
-    asked = int(jax.config.jax_num_cpu_devices)
+    asked = int(jax.config.values["jax_num_cpu_devices"])
     if asked >= 0:
         return asked
     flags = re.findall(r"--xla_force_host_platform_device_count=(\d+)", os.environ.get("XLA_FLAGS", ""))

@@ -49,22 +49,22 @@ class MeshSpec:
             MeshError: naming the piece that is not `axis=size`, or the axis that is unknown or given twice.
         """
         pieces = [piece.strip() for piece in text.split(",")]
+        whole = _quoted(text)
         if pieces == [""]:
-            raise MeshError(f'mesh "{text}" is empty: {_EXAMPLE} (one device is "tp=1")')
+            raise MeshError(f'mesh {whole} is empty: {_EXAMPLE} (one device is "tp=1")')
         sizes: dict[str, int] = {}
         for piece in pieces:
-            match = re.fullmatch(r"(\w+)\s*=\s*(\S+)", piece)
-            if match is None:
-                raise MeshError(f'mesh "{text}": "{piece}" is not axis=size; {_EXAMPLE}')
-            axis, size = match.groups()
+            axis, equals, size = (part.strip() for part in piece.partition("="))
+            if not equals:
+                raise MeshError(f"mesh {whole}: {_quoted(piece)} is not axis=size; {_EXAMPLE}")
             if axis not in AXES:
-                raise MeshError(f'mesh "{text}": unknown axis "{axis}" in "{piece}"; the axes are {", ".join(AXES)}')
+                raise MeshError(f"mesh {whole}: unknown axis in {_quoted(piece)}; the axes are {', '.join(AXES)}")
             if axis in sizes:
-                raise MeshError(f'mesh "{text}": axis {axis} is given twice; give each axis one size')
+                raise MeshError(f"mesh {whole}: axis {axis} is given twice; give each axis one size")
             # Nine digits are past MAX_RANKS already, and keep int() from being asked for a number of a million digits.
-            if not re.fullmatch(r"0*[1-9][0-9]{0,8}", size, re.ASCII):
+            if not re.fullmatch(r"0*[1-9][0-9]{0,8}", size):
                 raise MeshError(
-                    f'mesh "{text}": "{piece}" has no usable size; a size is a whole number from 1 to {MAX_RANKS}'
+                    f"mesh {whole}: the size in {_quoted(piece)} is not a whole number from 1 to {MAX_RANKS}"
                 )
             sizes[axis] = int(size)
         return cls(**sizes)
@@ -153,15 +153,15 @@ def parse_experts_over(text: str) -> tuple[str, ...]:
 def check_experts_over(axes: Iterable[str]) -> tuple[str, ...]:
     """Return `axes` in the mesh's order if experts may be split over them; raises PlanError as `parse_experts_over`."""
     axes = list(axes)
-    named = ",".join(map(str, axes))
+    named = _quoted(",".join(axes))
     usable = ", ".join(axis for axis in AXES if axis != "pp")
     for axis in axes:
         if axis == "pp":
-            raise PlanError(f'experts over "{named}": a pipeline stage keeps its own experts; use axes out of {usable}')
+            raise PlanError(f"experts over {named}: a pipeline stage keeps its own experts; use axes out of {usable}")
         if axis not in AXES:
-            raise PlanError(f'experts over "{named}": unknown axis "{axis}"; use axes out of {usable}')
+            raise PlanError(f"experts over {named}: unknown axis {_quoted(axis)}; use axes out of {usable}")
         if axes.count(axis) > 1:
-            raise PlanError(f'experts over "{named}": axis {axis} is given twice; name each axis once')
+            raise PlanError(f"experts over {named}: axis {axis} is given twice; name each axis once")
     if not axes:
         raise PlanError(f'experts over no axis: name at least one of {usable}; "ep" is the usual choice')
     return tuple(axis for axis in AXES if axis in axes)
@@ -204,9 +204,14 @@ def sglang_sizes(spec: MeshSpec, experts_over: Iterable[str] = ("ep",)) -> dict[
     }
 
 
+def _quoted(text: str) -> str:
+    """Text of a user for a one-line message: quoted, its line breaks escaped, and cut where it is very long."""
+    return repr(text if len(text) <= 60 else text[:57] + "...")
+
+
 def _known(axis: str) -> str:
     if axis not in AXES:
-        raise MeshError(f'unknown mesh axis "{axis}"; the axes are {", ".join(AXES)}')
+        raise MeshError(f"unknown mesh axis {_quoted(axis)}; the axes are {', '.join(AXES)}")
     return axis
 
 

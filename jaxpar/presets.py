@@ -1,0 +1,162 @@
+"""Deployments by name: a TOML file in `meshes/` says how large the mesh is and what its devices can do."""
+
+from __future__ import annotations
+
+import os
+import sys
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from jaxpar.assets import mesh_dir
+from jaxpar.errors import MeshError, PlanError
+from jaxpar.mesh import MeshSpec, check_experts_over
+
+
+@dataclass(frozen=True)
+class DeviceKind:
+    """What one device can do: the public figures of its maker, before any efficiency.
+
+    Memory is in bytes; bandwidths are in bytes per second, links counted one way. `link_bandwidth` holds within a node,
+    the `devices_per_node` devices joined by fast links (NVLink, a TPU slice), `internode_bandwidth` between nodes.
+    """
+
+    kind: str
+    memory_bytes: int
+    peak_bf16_flops: float
+    memory_bandwidth: float
+    link_bandwidth: float
+    internode_bandwidth: float
+    devices_per_node: int
+
+
+@dataclass(frozen=True)
+class Preset:
+    """A deployment: the mesh, the axes that experts are split over, and the device that each rank runs on."""
+
+    name: str
+    description: str
+    mesh: MeshSpec
+    experts_over: tuple[str, ...]
+    device: DeviceKind
+
+
+def preset_names() -> tuple[str, ...]:
+    """Names of the bundled presets."""
+    return tuple(sorted(path.stem for path in mesh_dir().glob("*.toml")))
+
+
+def load_preset(name_or_path: str | os.PathLike[str]) -> Preset:
+    """Read a bundled preset by name, or a `.toml` file by path.
+
+    Raises:
+        MeshError: no such preset or file, or a key that is missing, unknown or has a value that cannot be.
+    """
+    text = os.fspath(name_or_path)
+    if text in preset_names():
+        path = mesh_dir() / f"{text}.toml"
+    elif text.endswith(".toml"):
+        path = Path(text)
+    else:
+        raise MeshError(f"no mesh preset {text!r}: use one of {', '.join(preset_names())}, or the path of a .toml file")
+    try:
+        document = tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise MeshError(f"{path}: cannot be read ({error.strerror}): check the path") from error
+    except (ValueError, RecursionError) as error:
+        raise MeshError(f"{path}: not a TOML file ({error}): see the presets in {mesh_dir()}") from error
+    return _Reader(path).preset(document)
+
+
+def resolve_mesh(
+    mesh: str | os.PathLike[str] | Mapping[str, int] | MeshSpec | Preset,
+) -> tuple[MeshSpec, Preset | None]:
+    """Turn anything that names a mesh into its spec, with the preset where it came from one.
+
+    Takes a spec string ("dp=2,tp=4"), a bundled preset's name ("h20-32"), the path of a `.toml` file, a mapping of axis
+    sizes, a `MeshSpec`, or a `Preset`.
+
+    Raises:
+        MeshError: it is none of these, or `MeshSpec` or `load_preset` refuses it.
+    """
+    if isinstance(mesh, MeshSpec):
+        return mesh, None
+    if isinstance(mesh, Mapping):
+        return MeshSpec.from_sizes(mesh), None
+    if isinstance(mesh, str) and not mesh.endswith(".toml") and mesh not in preset_names():
+        if mesh.strip() and "=" not in mesh:
+            raise MeshError(
+                f'mesh {mesh!r} is neither axis sizes such as "dp=2,tp=4" nor a preset ({", ".join(preset_names())}) '
+                "nor the path of a .toml file"
+            )
+        return MeshSpec.parse(mesh), None
+    preset = mesh if isinstance(mesh, Preset) else load_preset(mesh)
+    return preset.mesh, preset
+
+
+class _Reader:
+    """Reads one preset file, and names it in every error."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def preset(self, document: dict[str, Any]) -> Preset:
+        self.check_keys(document, "", required={"description", "mesh", "device"}, optional=frozenset({"experts_over"}))
+        device = self.table(document, "device")
+        self.check_keys(device, "device.", required={field.name for field in fields(DeviceKind)})
+        try:
+            spec = MeshSpec.from_sizes(self.table(document, "mesh"))
+            experts_over = check_experts_over(self.strings(document, "experts_over", default=["ep"]))
+        except (MeshError, PlanError) as error:
+            raise MeshError(f"{self.path}: {error}") from error
+        return Preset(
+            name=self.path.stem,
+            description=self.string(document, "description"),
+            mesh=spec,
+            experts_over=experts_over,
+            device=DeviceKind(
+                kind=self.string(device, "kind"),
+                memory_bytes=self.count(device, "memory_bytes"),
+                peak_bf16_flops=self.positive(device, "peak_bf16_flops"),
+                memory_bandwidth=self.positive(device, "memory_bandwidth"),
+                link_bandwidth=self.positive(device, "link_bandwidth"),
+                internode_bandwidth=self.positive(device, "internode_bandwidth"),
+                devices_per_node=self.count(device, "devices_per_node"),
+            ),
+        )
+
+    def check_keys(
+        self, table: dict[str, Any], prefix: str, required: set[str], optional: frozenset[str] = frozenset()
+    ) -> None:
+        if missing := sorted(required - table.keys()):
+            raise MeshError(f"{self.path}: {prefix}{missing[0]} is missing; give {', '.join(sorted(required))}")
+        if unknown := sorted(table.keys() - required - optional):
+            known = ", ".join(sorted(required | optional))
+            raise MeshError(f"{self.path}: unknown key {prefix}{unknown[0]}; the keys are {known}")
+
+    def table(self, table: dict[str, Any], key: str) -> dict[str, Any]:
+        value = table[key]
+        return value if isinstance(value, dict) else self.refuse(key, value, f"a table, [{key}]")
+
+    def string(self, table: dict[str, Any], key: str) -> str:
+        value = table[key]
+        return value if isinstance(value, str) and value else self.refuse(key, value, "a text")
+
+    def strings(self, table: dict[str, Any], key: str, default: list[str]) -> list[str]:
+        value = table.get(key, default)
+        good = isinstance(value, list) and all(isinstance(item, str) for item in value)
+        return value if good else self.refuse(key, value, 'a list of axes such as ["dp", "tp"]')
+
+    def positive(self, table: dict[str, Any], key: str) -> float:
+        value = table[key]
+        good = isinstance(value, int | float) and not isinstance(value, bool) and 0 < value <= sys.float_info.max
+        return float(value) if good else self.refuse(key, value, "a number above 0, such as 450e9")
+
+    def count(self, table: dict[str, Any], key: str) -> int:
+        value = self.positive(table, key)
+        return int(value) if value == int(value) else self.refuse(key, value, "a whole number from 1")
+
+    def refuse(self, key: str, value: object, expected: str) -> Any:
+        raise MeshError(f"{self.path}: {key} is {value!r}: expected {expected}")
