@@ -1,0 +1,1 @@
+"""Attention as pure functions: partial results, the paged cache, and one module for each strategy."""

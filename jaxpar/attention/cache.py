@@ -1,0 +1,150 @@
+"""The paged KV cache: named planes of pages, and the positions of what they hold (PagedAttention, arXiv:2309.06180).
+
+    plane  [stages, heads, pages, page_size, size]     one for each name and slot of layers, heads over tp
+    positions     [pages, page_size]                   shared by all layers; -1: holds no key
+    page table    [lanes, width]                       page ids of each request, local to its replica; -1: no page
+
+A request's tokens fill its pages in the order in which they arrive; masks come from the positions, so the order does
+not matter. Heads come first: the pages gathered for a request are then contiguous keys of one head, as the attention
+product wants them, with no transposition on the way.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
+
+from jaxpar.plan import Plan
+
+Planes = dict[str, jax.Array]
+
+
+@dataclass(frozen=True)
+class Plane:
+    """What an attention keeps for each token: `heads` (of all ranks, split over `split`) vectors of `size` values."""
+
+    name: str
+    heads: int
+    size: int
+    split: tuple[str, ...]
+
+
+class Cache(NamedTuple):
+    """`planes[slot][name]` and the positions, as arrays, abstract arrays or PartitionSpecs."""
+
+    planes: list[Planes]
+    positions: jax.Array
+
+
+def cache_shapes(planes: list[list[Plane]], pages: int, plan: Plan) -> Cache:
+    """Global shapes of a cache with `pages` pages on every rank of `plan.pages`, as ShapeDtypeStructs."""
+    total = pages * plan.mesh.dp * plan.mesh.ep * plan.mesh.cp
+    return Cache(
+        planes=[
+            {
+                plane.name: jax.ShapeDtypeStruct(
+                    (plan.mesh.pp, plane.heads, total, plan.page_size, plane.size), jnp.dtype(plan.dtype)
+                )
+                for plane in slot
+            }
+            for slot in planes
+        ],
+        positions=jax.ShapeDtypeStruct((total, plan.page_size), jnp.int32),
+    )
+
+
+def cache_specs(planes: list[list[Plane]], plan: Plan) -> Cache:
+    """The PartitionSpecs of `cache_shapes`."""
+    pages = plan.pages or None
+    return Cache(
+        planes=[
+            {plane.name: P(plan.stages or None, plane.split or None, pages, None, None) for plane in slot}
+            for slot in planes
+        ],
+        positions=P(pages, None),
+    )
+
+
+class KeyStore(Protocol):
+    """Where a layer's keys and values go, and the bag of all keys that its queries may see."""
+
+    key_positions: jax.Array
+
+    def update(self, planes: Planes, new: Planes) -> tuple[Planes, Planes]:
+        """Store `new` [B, T, heads, size] by name -> the updated planes and the bag [heads, B, S, size]."""
+        ...
+
+
+class ChunkOnly:
+    """No cache: queries see the keys of their own sequence alone (training)."""
+
+    def __init__(self, positions: jax.Array) -> None:
+        """`positions` [B, T]."""
+        self.key_positions = positions
+
+    def update(self, planes: Planes, new: Planes) -> tuple[Planes, Planes]:
+        """The bag is what is new."""
+        return planes, {name: x.transpose(2, 0, 1, 3) for name, x in new.items()}
+
+
+class PagedStore:
+    """Writes a step's tokens into their pages, and gathers each request's pages. Made once a step, for all layers."""
+
+    def __init__(self, positions_plane: jax.Array, table: jax.Array, start: jax.Array, positions: jax.Array) -> None:
+        """Find the pages that the step writes.
+
+        Args:
+            positions_plane: [pages, page_size].
+            table: [B, width] page ids.
+            start: [B] tokens that each request has stored so far.
+            positions: [B, T] positions of the new tokens; -1 (padding, at the end) is not stored.
+        """
+        pages, page_size = positions_plane.shape
+        tokens, width = positions.shape[1], table.shape[1]
+        touched = (tokens + page_size - 2) // page_size + 1
+        self._table = table
+        columns = start[:, None] // page_size + jnp.arange(touched, dtype=jnp.int32)[None, :]
+        slots = columns[:, :, None] * page_size + jnp.arange(page_size, dtype=jnp.int32)[None, None, :]
+        token = slots - start[:, None, None]
+        self._token = jnp.clip(token, 0, tokens - 1)
+        new_positions = self._pick(positions)
+        self._is_new = (token >= 0) & (token < tokens) & (new_positions >= 0)
+        page = jnp.take_along_axis(table, jnp.clip(columns, 0, width - 1), axis=1)
+        # A page without a new token is not written at all: an id past the end is dropped by the scatter.
+        self._pages = jnp.where(self._is_new.any(axis=2), page, pages)
+        kept = positions_plane.at[self._pages].get(mode="clip")
+        self.positions_plane = positions_plane.at[self._pages].set(
+            jnp.where(self._is_new, new_positions, kept), mode="drop"
+        )
+        gathered = self.positions_plane.at[self._table].get(mode="clip")
+        stored = jnp.where(self._table[:, :, None] >= 0, gathered, -1)
+        self.key_positions = stored.reshape(stored.shape[0], -1)
+
+    def _pick(self, x: jax.Array) -> jax.Array:
+        """Values of the new tokens [B, T] at every slot of the touched pages [B, touched, page_size]."""
+        flat = jnp.take_along_axis(x, self._token.reshape(x.shape[0], -1), axis=1)
+        return flat.reshape(self._token.shape)
+
+    def update(self, planes: Planes, new: Planes) -> tuple[Planes, Planes]:
+        """See KeyStore; planes are [1, heads, pages, page_size, size] in the local view."""
+        written = {name: self._write(plane[0], new[name]) for name, plane in planes.items()}
+        bags = {name: self._gather(plane) for name, plane in written.items()}
+        return {name: plane[None] for name, plane in written.items()}, bags
+
+    def _write(self, plane: jax.Array, new: jax.Array) -> jax.Array:
+        lanes = new.shape[0]
+        index = self._token.reshape(lanes, -1, 1, 1)
+        picked = jnp.take_along_axis(new, index, axis=1).transpose(2, 0, 1, 3)
+        picked = picked.reshape(plane.shape[0], *self._token.shape, plane.shape[-1])
+        kept = plane.at[:, self._pages].get(mode="clip")
+        merged = jnp.where(self._is_new[None, ..., None], picked, kept)
+        return plane.at[:, self._pages].set(merged, mode="drop")
+
+    def _gather(self, plane: jax.Array) -> jax.Array:
+        bag = plane.at[:, self._table].get(mode="clip")
+        heads, lanes, width, page_size, size = bag.shape
+        return bag.reshape(heads, lanes, width * page_size, size)

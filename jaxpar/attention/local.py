@@ -1,0 +1,41 @@
+"""`local`: every key that a query may see is on its own rank (cp = 1), so attention sends nothing.
+
+Heads are split over tp before it and summed by the output projection after it.
+"""
+
+from __future__ import annotations
+
+import jax
+
+from jaxpar.attention.partial import attend
+from jaxpar.ledger.traffic import Traffic
+from jaxpar.strategies import Step, Strategy
+
+
+def run(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    q_positions: jax.Array,
+    k_positions: jax.Array,
+    window: int | None,
+    scale: float,
+) -> jax.Array:
+    """Attention over the rank's own bag of keys; shapes as `partial.attend` -> [K, B, T, G, d] float32."""
+    return attend(q, k, v, q_positions, k_positions, window, scale).out
+
+
+def traffic(step: Step) -> list[Traffic]:
+    """Nothing is sent."""
+    return []
+
+
+def check(step: Step) -> str | None:
+    """Keys must not be split over cp."""
+    if step.plan.mesh.cp > 1:
+        return f"attention 'local' sees the keys of its own rank only, and cp={step.plan.mesh.cp} splits them"
+    return None
+
+
+PREFILL = Strategy("local", "prefill_attention", (), (), "cp = 1", run, traffic, check)
+DECODE = Strategy("local", "decode_attention", (), (), "cp = 1", run, traffic, check)

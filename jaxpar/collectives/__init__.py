@@ -1,0 +1,19 @@
+"""All communication between ranks: pure functions of a local array and axis names, checked when they are traced.
+
+Over no axes every function is the identity, so that the program of one device holds no collective.
+"""
+
+from jaxpar.collectives.exchange import enter, leave
+from jaxpar.collectives.reduce import all_max, all_min, all_sum, gather_tokens, scatter_sum
+from jaxpar.collectives.types import varying_axes
+
+__all__ = [
+    "all_max",
+    "all_min",
+    "all_sum",
+    "enter",
+    "gather_tokens",
+    "leave",
+    "scatter_sum",
+    "varying_axes",
+]

@@ -1,0 +1,1 @@
+"""Feeds step programs with requests: lanes, pages, chunks, and what comes back."""

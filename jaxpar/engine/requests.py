@@ -1,0 +1,90 @@
+"""What a user asks for, and what comes back."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from jaxpar.errors import RequestError
+
+FinishReason = Literal["stop", "length"]
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How tokens are chosen, in vLLM's words.
+
+    `temperature` 0 is greedy; `top_k` 0 and `top_p` 1 filter nothing; a request ends at the model's end token (unless
+    `ignore_eos`), when its text holds one of `stop`, or after `max_new_tokens`.
+
+    Raises:
+        RequestError: a value out of its range.
+    """
+
+    max_new_tokens: int = 32
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    seed: int = 0
+    stop: tuple[str, ...] = ()
+    ignore_eos: bool = False
+
+    def __post_init__(self) -> None:
+        """Refuse what cannot be served, before anything is compiled."""
+        if self.max_new_tokens < 1:
+            raise RequestError(f"max_new_tokens={self.max_new_tokens}: ask for at least 1 token")
+        if not (self.temperature >= 0 and math.isfinite(self.temperature)):
+            raise RequestError(f"temperature={self.temperature}: it must be 0 (greedy) or above, and finite")
+        if self.top_k < 0:
+            raise RequestError(f"top_k={self.top_k}: it must be 0 (off) or the number of tokens to keep")
+        if not 0 < self.top_p <= 1:
+            raise RequestError(f"top_p={self.top_p}: it must be above 0 and at most 1 (off)")
+        if not 0 <= self.seed < 2**32:
+            raise RequestError(f"seed={self.seed}: it must be from 0 to {2**32 - 1}")
+        if any(not stop for stop in self.stop):
+            raise RequestError("stop: an empty string would stop at once; leave it out")
+
+
+@dataclass(frozen=True)
+class Token:
+    """One generated token of request `index`, as a stream yields it.
+
+    `text` is what it adds to the text (it may be empty while a character or a stop string is incomplete); on the last
+    token of a request `finish_reason` says why it ended.
+    """
+
+    index: int
+    token_id: int
+    text: str
+    logprob: float
+    finish_reason: FinishReason | None
+
+
+@dataclass(frozen=True)
+class Completion:
+    """What was generated for one prompt.
+
+    `token_ids` include the end token where it ended a request; `text` holds neither it nor the stop string (empty
+    without a tokenizer); `logprobs` are natural logarithms under the model's own distribution.
+    """
+
+    token_ids: list[int]
+    text: str
+    logprobs: list[float]
+    finish_reason: FinishReason
+
+
+def check_prompt(index: int, ids: Sequence[int], vocab_size: int, max_new_tokens: int, context: int) -> None:
+    """Refuse a prompt (of token ids) that the model cannot take, with the numbers."""
+    if not ids:
+        raise RequestError(f"prompt {index} is empty: give at least one token")
+    for token in ids:
+        if not 0 <= token < vocab_size:
+            raise RequestError(f"prompt {index}: token id {token} is outside the vocabulary (0 to {vocab_size - 1})")
+    if len(ids) + max_new_tokens > context:
+        raise RequestError(
+            f"prompt {index} has {len(ids)} tokens; with max_new_tokens={max_new_tokens} that is "
+            f"{len(ids) + max_new_tokens}, and the model's context is {context}: shorten one of them"
+        )

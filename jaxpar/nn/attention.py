@@ -1,0 +1,109 @@
+"""Grouped-query attention of one layer on a rank's heads."""
+
+from __future__ import annotations
+
+import jax
+from flax import nnx
+
+from jaxpar.attention.cache import Plane, Planes
+from jaxpar.checkpoint.config import ModelConfig
+from jaxpar.heads import PADDED, HeadLayout, split_heads
+from jaxpar.nn.context import StepContext
+from jaxpar.nn.linear import ColumnParallel, RowParallel, rms_norm
+from jaxpar.nn.rope import rotate
+from jaxpar.nn.weights import ZEROS, Block, Source, Weight, weight
+from jaxpar.plan import Plan
+
+
+class Attention(nnx.Module):
+    """Projections, q/k norms, rotation, cache and attention; returns partial sums over tp of the output.
+
+    Query, key and value projections are one weight, rank by rank [its queries, its keys, its values].
+    """
+
+    def __init__(self, config: ModelConfig, plan: Plan, layers: tuple[int, ...]) -> None:
+        """Declare the weights of the slot that holds `layers`, one a pipeline stage."""
+        self.heads = split_heads(config.num_attention_heads, config.num_key_value_heads, plan.mesh.tp)
+        self.head_dim = config.head_dim
+        self.eps = config.rms_norm_eps
+        self.window = config.windows[layers[0]]
+        names = tuple(f"model.layers.{layer}.self_attn." for layer in layers)
+        tp, stages, dtype = plan.width, plan.stages, plan.dtype
+        out_std = 0.02 / (2 * config.num_hidden_layers) ** 0.5
+        self.qkv = ColumnParallel(
+            weight(tuple(_qkv(config, self.heads, name, "weight") for name in names), (tp, None), dtype, 0.02, stages),
+            weight(tuple(_qkv(config, self.heads, name, "bias") for name in names), (tp,), dtype, "zeros", stages)
+            if config.qkv_bias
+            else None,
+        )
+        self.out = RowParallel(
+            weight(tuple(_out(config, self.heads, name) for name in names), (None, tp), dtype, out_std, stages),
+            weight(
+                tuple(Source.whole(f"{name}o_proj.bias", (config.hidden_size,)) for name in names),
+                (None,),
+                dtype,
+                "zeros",
+                stages,
+            )
+            if config.o_bias
+            else None,
+        )
+        self.q_norm = _head_norm(config, plan, names, "q_norm")
+        self.k_norm = _head_norm(config, plan, names, "k_norm")
+
+    @property
+    def planes(self) -> list[Plane]:
+        """What the cache keeps: keys (rotated) and values of every rank's KV heads."""
+        heads, tp = self.heads.kv_local * self.heads.tp, ("tp",) if self.heads.tp > 1 else ()
+        return [Plane("k", heads, self.head_dim, tp), Plane("v", heads, self.head_dim, tp)]
+
+    def __call__(self, x: jax.Array, planes: Planes, step: StepContext) -> tuple[jax.Array, Planes]:
+        """Tokens [B * T, D] and the layer's cache -> a partial sum of [B * T, D], and the cache with them in it."""
+        kv, group, size = self.heads.kv_local, self.heads.group, self.head_dim
+        heads = self.qkv(x).reshape(x.shape[0], kv * group + 2 * kv, size)
+        q, k, v = heads[:, : kv * group], heads[:, kv * group : kv * group + kv], heads[:, kv * group + kv :]
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = rms_norm(q, self.q_norm[0], self.eps), rms_norm(k, self.k_norm[0], self.eps)
+        q, k = rotate(q, step.cos, step.sin), rotate(k, step.cos, step.sin)
+        lanes, tokens = step.positions.shape
+        q = q.reshape(lanes, tokens, kv, group, size).transpose(2, 0, 1, 3, 4)
+        new = {"k": k.reshape(lanes, tokens, kv, size), "v": v.reshape(lanes, tokens, kv, size)}
+        planes, bag = step.store.update(planes, new)
+        out = step.attention(
+            q, bag["k"], bag["v"], step.positions, step.store.key_positions, self.window, size**-0.5
+        )
+        rows = out.astype(x.dtype).transpose(1, 2, 0, 3, 4).reshape(lanes * tokens, kv * group * size)
+        return self.out(rows), planes
+
+
+def _qkv(config: ModelConfig, heads: HeadLayout, prefix: str, kind: str) -> Source:
+    size = config.head_dim
+    counts = (config.num_attention_heads, config.num_key_value_heads, config.num_key_value_heads)
+    columns = () if kind == "bias" else (config.hidden_size,)
+    blocks = []
+    for rank in range(heads.tp):
+        for tensor, order, local in ((0, heads.q_heads, heads.q_local), (1, heads.kv_heads, heads.kv_local),
+                                     (2, heads.kv_heads, heads.kv_local)):  # fmt: skip
+            blocks += [_head_block(tensor, head, size) for head in order[rank * local : (rank + 1) * local]]
+    return Source(
+        tuple(f"{prefix}{name}_proj.{kind}" for name in "qkv"),
+        tuple((count * size, *columns) for count in counts),
+        tuple(blocks),
+    )
+
+
+def _out(config: ModelConfig, heads: HeadLayout, prefix: str) -> Source:
+    shape = (config.hidden_size, config.num_attention_heads * config.head_dim)
+    blocks = tuple(_head_block(0, head, config.head_dim) for head in heads.q_heads)
+    return Source((f"{prefix}o_proj.weight",), (shape,), blocks, dim=1)
+
+
+def _head_block(tensor: int, head: int, size: int) -> Block:
+    return Block(ZEROS, 0, size) if head == PADDED else Block(tensor, head * size, size)
+
+
+def _head_norm(config: ModelConfig, plan: Plan, names: tuple[str, ...], which: str) -> Weight | None:
+    if not config.qk_norm:
+        return None
+    sources = tuple(Source.whole(f"{name}{which}.weight", (config.head_dim,)) for name in names)
+    return weight(sources, (None,), plan.dtype, "ones", plan.stages)

@@ -1,0 +1,30 @@
+"""What all layers of one step share, in the local view."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import jax
+
+from jaxpar.attention.cache import KeyStore
+from jaxpar.collectives.exchange import AllReduce
+from jaxpar.plan import Phase, Plan
+
+
+@dataclass(frozen=True)
+class StepContext:
+    """Values and chosen strategies of a step.
+
+    `positions` [B, T] global positions of the step's tokens (-1: padding); `cos`, `sin` [B * T, head_dim / 2];
+    `store` takes keys and values; `attention` and `all_reduce` are the functions of the plan's strategies.
+    """
+
+    plan: Plan
+    phase: Phase
+    positions: jax.Array
+    cos: jax.Array
+    sin: jax.Array
+    store: KeyStore
+    attention: Callable[..., jax.Array]
+    all_reduce: AllReduce

@@ -1,0 +1,89 @@
+"""A dense decoder in the local view: embedding, slots of layers, final norm, vocabulary head.
+
+    tokens -> embedding -> [ x + leave(attention(enter(norm(x)))) ; x + leave(ffn(enter(norm(x)))) ] * layers -> norm
+"""
+
+from __future__ import annotations
+
+import jax
+from flax import nnx
+
+from jaxpar.attention.cache import Plane, Planes
+from jaxpar.checkpoint.config import ModelConfig
+from jaxpar.collectives import enter, leave
+from jaxpar.nn.attention import Attention
+from jaxpar.nn.context import StepContext
+from jaxpar.nn.linear import rms_norm
+from jaxpar.nn.mlp import MLP
+from jaxpar.nn.weights import Source, Weight, weight
+from jaxpar.plan import Plan
+
+
+class Slot(nnx.Module):
+    """One layer of every pipeline stage: its weights have a leading stage dimension, 1 in the local view."""
+
+    def __init__(self, config: ModelConfig, plan: Plan, layers: tuple[int, ...]) -> None:
+        """Declare the weights of `layers`, one a pipeline stage."""
+        self.eps = config.rms_norm_eps
+        self.attention_norm = _norm(config, plan, layers, "input_layernorm")
+        self.attention = Attention(config, plan, layers)
+        self.ffn_norm = _norm(config, plan, layers, "post_attention_layernorm")
+        self.ffn = MLP(config, plan, layers)
+
+    def __call__(self, x: jax.Array, planes: Planes, step: StepContext) -> tuple[jax.Array, Planes]:
+        """Residual tokens [T, D] and the layer's cache -> both after this layer."""
+        sublayer, strategy = step.plan.sublayer(step.phase), step.plan.all_reduce
+        with jax.named_scope(f"attention:{strategy}"):
+            h = enter(rms_norm(x, self.attention_norm[0], self.eps), sublayer)
+            part, planes = self.attention(h, planes, step)
+            x = x + self.attention.out.add_bias(leave(part, sublayer, step.all_reduce))
+        with jax.named_scope(f"ffn:{strategy}"):
+            h = enter(rms_norm(x, self.ffn_norm[0], self.eps), sublayer)
+            x = x + self.ffn.down.add_bias(leave(self.ffn(h), sublayer, step.all_reduce))
+        return x, planes
+
+
+class Decoder(nnx.Module):
+    """The whole model; abstract until weights are put into it."""
+
+    def __init__(self, config: ModelConfig, plan: Plan) -> None:
+        """Declare every weight of `config` as `plan` shards it."""
+        self.eps = config.rms_norm_eps
+        table = (config.vocab_size, config.hidden_size)
+        split = (plan.width, None)
+        tensor = "model.embed_tokens.weight"
+        self.embedding = weight(Source.padded(tensor, table, plan.mesh.tp), split, plan.dtype, 0.02)
+        stages, slots = plan.mesh.pp, -(-config.num_hidden_layers // plan.mesh.pp)
+        self.slots = nnx.List(
+            Slot(config, plan, tuple(stage * slots + slot for stage in range(stages))) for slot in range(slots)
+        )
+        self.norm = weight(Source.whole("model.norm.weight", (config.hidden_size,)), (None,), plan.dtype, "ones")
+        self.head = (
+            None
+            if config.tie_word_embeddings
+            else weight(Source.padded("lm_head.weight", table, plan.mesh.tp), split, plan.dtype, 0.02)
+        )
+
+    @property
+    def planes(self) -> list[list[Plane]]:
+        """What the cache keeps, slot by slot."""
+        return [slot.attention.planes for slot in self.slots]
+
+    @property
+    def head_weight(self) -> Weight:
+        """The vocabulary head's rows [V/tp, D]: the embedding's where they are tied."""
+        return self.embedding if self.head is None else self.head
+
+    def __call__(self, x: jax.Array, planes: list[Planes], step: StepContext) -> tuple[jax.Array, list[Planes]]:
+        """Embedded tokens [T, D] and the cache -> hidden states after the final norm, and the cache."""
+        updated = []
+        for index, (slot, slot_planes) in enumerate(zip(self.slots, planes, strict=True)):
+            with jax.named_scope(f"layer_{index}"):
+                x, slot_planes = slot(x, slot_planes, step)
+            updated.append(slot_planes)
+        return rms_norm(x, self.norm[...], self.eps), updated
+
+
+def _norm(config: ModelConfig, plan: Plan, layers: tuple[int, ...], name: str) -> Weight:
+    sources = tuple(Source.whole(f"model.layers.{layer}.{name}.weight", (config.hidden_size,)) for layer in layers)
+    return weight(sources, (None,), plan.dtype, "ones", plan.stages)

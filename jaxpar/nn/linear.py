@@ -1,0 +1,57 @@
+"""Column- and row-parallel projections and the RMS norm, on a rank's slice of the weights."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import lax
+
+from jaxpar.nn.weights import Weight
+
+
+def matmul(x: jax.Array, w: jax.Array) -> jax.Array:
+    """[T, I] times a weight [O, I] as checkpoints store it -> [T, O], accumulated in float32, in the dtype of `x`."""
+    out = lax.dot_general(x, w, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
+    return out.astype(x.dtype)
+
+
+class ColumnParallel(nnx.Module):
+    """[T, I] -> [T, O/tp]: each rank holds rows of the weight. Input is the same on all ranks; nothing is sent."""
+
+    def __init__(self, weight: Weight, bias: Weight | None) -> None:
+        """Slot weights: `weight` [1, O/tp, I], `bias` [1, O/tp] in the local view."""
+        self.weight = weight
+        self.bias = bias
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """Project; the bias is split like the rows."""
+        y = matmul(x, self.weight[0])
+        return y if self.bias is None else y + self.bias[0][None, :]
+
+
+class RowParallel(nnx.Module):
+    """[T, I/tp] -> a partial sum of [T, O]: each rank holds columns of the weight.
+
+    The caller sums over the ranks, then adds the bias once with `add_bias`.
+    """
+
+    def __init__(self, weight: Weight, bias: Weight | None) -> None:
+        """Slot weights: `weight` [1, O, I/tp], `bias` [1, O] in the local view."""
+        self.weight = weight
+        self.bias = bias
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """The rank's partial result."""
+        return matmul(x, self.weight[0])
+
+    def add_bias(self, y: jax.Array) -> jax.Array:
+        """Add the bias to the finished sum."""
+        return y if self.bias is None else y + self.bias[0][None, :]
+
+
+def rms_norm(x: jax.Array, scale: jax.Array, eps: float) -> jax.Array:
+    """Root-mean-square norm over the last dimension, statistics in float32 (arXiv:1910.07467)."""
+    wide = x.astype(jnp.float32)
+    wide = wide * lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)
+    return wide.astype(x.dtype) * lax.expand_dims(scale, range(x.ndim - 1))

@@ -1,0 +1,47 @@
+"""The dense gated FFN (SwiGLU, arXiv:2002.05202) on a rank's slice of the width."""
+
+from __future__ import annotations
+
+import jax
+from flax import nnx
+
+from jaxpar.checkpoint.config import ModelConfig
+from jaxpar.nn.linear import ColumnParallel, RowParallel
+from jaxpar.nn.weights import Block, Source, weight
+from jaxpar.plan import Plan
+
+
+class MLP(nnx.Module):
+    """down(silu(gate(x)) * up(x)); gate and up are one weight, rank by rank [its gate rows, its up rows]."""
+
+    def __init__(self, config: ModelConfig, plan: Plan, layers: tuple[int, ...]) -> None:
+        """Declare the weights of the slot that holds `layers`, one a pipeline stage."""
+        names = tuple(f"model.layers.{layer}.mlp." for layer in layers)
+        tp, stages, dtype = plan.width, plan.stages, plan.dtype
+        hidden, width = config.hidden_size, config.intermediate_size
+        out_std = 0.02 / (2 * config.num_hidden_layers) ** 0.5
+
+        def gate_up(prefix: str, kind: str) -> Source:
+            shape = (width,) if kind == "bias" else (width, hidden)
+            rows = -(-width // plan.mesh.tp)
+            blocks = tuple(Block(tensor, rank * rows, rows) for rank in range(plan.mesh.tp) for tensor in (0, 1))
+            return Source((f"{prefix}gate_proj.{kind}", f"{prefix}up_proj.{kind}"), (shape, shape), blocks)
+
+        self.gate_up = ColumnParallel(
+            weight(tuple(gate_up(name, "weight") for name in names), (tp, None), dtype, 0.02, stages),
+            weight(tuple(gate_up(name, "bias") for name in names), (tp,), dtype, "zeros", stages)
+            if config.mlp_bias
+            else None,
+        )
+        downs = tuple(Source.padded(f"{name}down_proj.weight", (hidden, width), plan.mesh.tp, dim=1) for name in names)
+        biases = tuple(Source.whole(f"{name}down_proj.bias", (hidden,)) for name in names)
+        self.down = RowParallel(
+            weight(downs, (None, tp), dtype, out_std, stages),
+            weight(biases, (None,), dtype, "zeros", stages) if config.mlp_bias else None,
+        )
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """[T, D] -> a partial sum of [T, D] over tp."""
+        both = self.gate_up(x)
+        gate, up = both[:, : both.shape[1] // 2], both[:, both.shape[1] // 2 :]
+        return self.down(jax.nn.silu(gate) * up)

@@ -1,0 +1,176 @@
+"""The step programs: the only `shard_map` of inference. Prefill and decode are one function of the plan's phase.
+
+Below it everything is a plain function of local arrays and axis names.
+
+    weights, cache (donated), batch  ->  shard_map  ->  cache, token and log-probability of each lane [, logits]
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cached_property, lru_cache
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from jaxpar.attention.cache import Cache, PagedStore, cache_shapes, cache_specs
+from jaxpar.checkpoint.config import ModelConfig
+from jaxpar.nn.context import StepContext
+from jaxpar.nn.decoder import Decoder
+from jaxpar.nn.rope import angles
+from jaxpar.nn.weights import Weight
+from jaxpar.plan import Phase, Plan
+from jaxpar.registry import find
+from jaxpar.strategies import Step
+from jaxpar.vocabulary.embedding import embed
+from jaxpar.vocabulary.head import local_logits
+from jaxpar.vocabulary.sampling import SamplingArrays, sample
+
+Weights = dict[str, jax.Array]
+
+
+class StepBatch(NamedTuple):
+    """What a step works on; B lanes of all replicas, T new tokens a lane.
+
+    `tokens`, `positions` [B, T] (position -1: padding, always at the end); `start` [B] tokens stored so far;
+    `table` [B, W] page ids, -1 for none; `last` [B] which of the T tokens the next one follows; `options` [B] each.
+    """
+
+    tokens: Any
+    positions: Any
+    start: Any
+    table: Any
+    last: Any
+    options: SamplingArrays
+
+
+class StepOutput(NamedTuple):
+    """`token` and `logprob` [B], the same on every rank of a replica; or `logits` [B, T, V padded], over tp."""
+
+    token: jax.Array | None
+    logprob: jax.Array | None
+    logits: jax.Array | None
+
+
+StepFunction = Callable[[Weights, Cache, StepBatch], tuple[Cache, StepOutput]]
+
+
+class Programs:
+    """A model's step programs under a plan, and the shapes and shardings of what they take."""
+
+    def __init__(self, config: ModelConfig, plan: Plan, mesh: Mesh | AbstractMesh) -> None:
+        """Declare the model; nothing is compiled before the first step.
+
+        Raises:
+            PlanError: an axis that cannot run yet, or a strategy that does not exist.
+        """
+        plan.check_runnable()
+        self.config, self.plan, self.mesh = config, plan, mesh
+        self.model = Decoder(config, plan)
+        self._graph, state = nnx.split(self.model)
+        self._paths = {".".join(map(str, path)): path for path, _ in nnx.to_flat_state(state)}
+        self.weights: dict[str, Weight] = {
+            name: variable
+            for name, (_, variable) in zip(self._paths, nnx.to_flat_state(state), strict=True)
+        }
+        self.planes = self.model.planes
+        self._attention = {
+            "prefill": find("prefill_attention", plan.prefill_attention).run,
+            "decode": find("decode_attention", plan.decode_attention).run,
+        }
+        self._all_reduce = find("all_reduce", plan.all_reduce).run
+        self.step = lru_cache(maxsize=None)(self._build)
+
+    @cached_property
+    def weight_specs(self) -> dict[str, P]:
+        """PartitionSpec of every weight."""
+        return {name: weight.spec for name, weight in self.weights.items()}
+
+    def sharded(self, specs: Any) -> Any:
+        """PartitionSpecs -> NamedShardings on this mesh."""
+        return jax.tree.map(lambda spec: NamedSharding(self.mesh, spec), specs, is_leaf=lambda x: isinstance(x, P))
+
+    def bind(self, weights: Weights) -> Decoder:
+        """The model with `weights` in it: whole arrays outside the shard_map, local ones inside."""
+        state = nnx.from_flat_state(
+            [(path, self.weights[name].replace(weights[name])) for name, path in self._paths.items()]
+        )
+        model: Decoder = nnx.merge(self._graph, state)
+        return model
+
+    def batch_specs(self, phase: Phase) -> StepBatch:
+        """PartitionSpecs of a batch: requests over (dp, ep), a prompt's tokens over cp in prefill."""
+        lanes = P(self.plan.requests or None)
+        sequence = self.plan.active(("cp",)) if phase == "prefill" else ()
+        tokens = P(self.plan.requests or None, sequence or None)
+        return StepBatch(
+            tokens, tokens, lanes, P(self.plan.requests or None, None), lanes, SamplingArrays(*[lanes] * 5)
+        )
+
+    def cache_specs(self) -> Cache:
+        """PartitionSpecs of the cache."""
+        return cache_specs(self.planes, self.plan)
+
+    def abstract_arguments(self, step: Step, pages: int) -> tuple[dict[str, Any], Cache, StepBatch]:
+        """ShapeDtypeStructs of a step's arguments, for tracing and compiling without any array."""
+        lanes = step.lanes * self.plan.mesh.dp * self.plan.mesh.ep
+
+        def array(shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
+            return jax.ShapeDtypeStruct(shape, dtype)
+
+        tokens = array((lanes, step.tokens), jnp.int32)
+        lane = array((lanes,), jnp.int32)
+        real = array((lanes,), jnp.float32)
+        options = SamplingArrays(real, lane, real, array((lanes,), jnp.uint32), lane)
+        table = array((lanes, -(-step.keys // self.plan.page_size)), jnp.int32)
+        weights = {name: weight.abstract for name, weight in self.weights.items()}
+        cache = cache_shapes(self.planes, pages, self.plan)
+        return weights, cache, StepBatch(tokens, tokens, lane, table, lane, options)
+
+    def _build(self, phase: Phase, logits: bool = False, sampled: bool = False) -> Any:
+        plan = self.plan
+        lanes = P(plan.requests or None)
+        out = StepOutput(None, None, P(plan.requests or None, None, plan.width or None))
+        if not logits:
+            out = StepOutput(lanes, lanes, None)
+        specs = (self.weight_specs, self.cache_specs(), self.batch_specs(phase))
+        out_specs = (self.cache_specs(), out)
+
+        def local(weights: Weights, cache: Cache, batch: StepBatch) -> tuple[Cache, StepOutput]:
+            return self._local_step(weights, cache, batch, phase, logits, sampled)
+
+        program = jax.shard_map(local, mesh=self.mesh, in_specs=specs, out_specs=out_specs)
+        program.__name__ = phase
+        return jax.jit(
+            program,
+            in_shardings=self.sharded(specs),
+            out_shardings=self.sharded(out_specs),
+            donate_argnums=1,
+        )
+
+    def _local_step(
+        self, weights: Weights, cache: Cache, batch: StepBatch, phase: Phase, logits: bool, sampled: bool
+    ) -> tuple[Cache, StepOutput]:
+        """One step in the local view: shapes as StepBatch, B the lanes of this replica."""
+        plan, config = self.plan, self.config
+        model = self.bind(weights)
+        lanes, tokens = batch.positions.shape
+        store = PagedStore(cache.positions, batch.table, batch.start, batch.positions)
+        cos, sin = angles(batch.positions.reshape(-1), config.rope, config.head_dim)
+        step = StepContext(
+            plan, phase, batch.positions, cos, sin, store, self._attention[phase], self._all_reduce
+        )
+        x = embed(batch.tokens.reshape(-1), model.embedding[...], plan.width)
+        x, planes = model(x, cache.planes, step)
+        cache = Cache(planes, store.positions_plane)
+        if not logits:
+            x = jnp.take_along_axis(x.reshape(lanes, tokens, -1), batch.last[:, None, None], axis=1)[:, 0]
+        scores = local_logits(x, model.head_weight[...], config.vocab_size, plan.width)
+        if logits:
+            return cache, StepOutput(None, None, scores.reshape(lanes, tokens, -1))
+        token, logprob = sample(scores, config.vocab_size, plan.width, batch.options, sampled)
+        return cache, StepOutput(token, logprob, None)

@@ -1,0 +1,76 @@
+"""What a strategy is: one way to run one sublayer across axes, with the bytes that it sends and what it needs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from jaxpar.checkpoint.config import ModelConfig
+from jaxpar.heads import HeadLayout, split_heads
+from jaxpar.ledger.traffic import Traffic
+from jaxpar.plan import Phase, Plan
+
+
+@dataclass(frozen=True)
+class Step:
+    """One step of one phase, as its closed forms see it: what each rank works on.
+
+    `lanes` requests of a replica, `tokens` new tokens of each, `keys` cached positions that each may see (its page
+    table's width). `logits` says whether logits of every token come out (`Runner.logits`), `sampled` whether tokens
+    are drawn by temperature, top-k and top-p instead of the greedy choice.
+    """
+
+    config: ModelConfig
+    plan: Plan
+    phase: Phase
+    lanes: int
+    tokens: int
+    keys: int
+    logits: bool = False
+    sampled: bool = False
+
+    @property
+    def rows(self) -> int:
+        """Tokens that a rank works on, padding included."""
+        return self.lanes * self.tokens
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of one activation."""
+        return {"float32": 4, "bfloat16": 2, "float16": 2}[self.plan.dtype]
+
+    @cached_property
+    def heads(self) -> HeadLayout:
+        """How heads are dealt over tp."""
+        return split_heads(self.config.num_attention_heads, self.config.num_key_value_heads, self.plan.mesh.tp)
+
+    def ranks(self, axes: tuple[str, ...]) -> int:
+        """The size of the group that `axes` span."""
+        return int(np.prod([self.plan.mesh.sizes[axis] for axis in axes], dtype=np.int64))
+
+
+@dataclass(frozen=True)
+class Strategy:
+    """A registered strategy.
+
+    `run` is the function in the local view, `traffic` the closed form of what each rank sends in a step, `check` what
+    is wrong with a step's shapes (None: nothing), and `needs` the same in words, for `jaxpar strategies`.
+    """
+
+    name: str
+    sublayer: str
+    axes: tuple[str, ...]
+    collectives: tuple[str, ...]
+    needs: str
+    run: Callable[..., Any]
+    traffic: Callable[[Step], list[Traffic]]
+    check: Callable[[Step], str | None]
+
+    @property
+    def module(self) -> str:
+        """The module that holds it."""
+        return self.traffic.__module__

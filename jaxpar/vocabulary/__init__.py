@@ -1,0 +1,1 @@
+"""The vocabulary split over tp: embedding, head and sampling, without gathering whole logits anywhere."""
