@@ -6,9 +6,10 @@ import os
 import sys
 import tomllib
 from collections.abc import Mapping
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from jaxpar.assets import mesh_dir
 from jaxpar.errors import MeshError, PlanError
@@ -67,7 +68,10 @@ def load_preset(name_or_path: str | os.PathLike[str]) -> Preset:
         raise MeshError(f"{path}: cannot be read ({error.strerror}): check the path") from error
     except (ValueError, RecursionError) as error:
         raise MeshError(f"{path}: not a TOML file ({error}): see the presets in {mesh_dir()}") from error
-    return _Reader(path).preset(document)
+    try:
+        return _preset(path.stem, document)
+    except (MeshError, PlanError) as error:
+        raise MeshError(f"{path}: {error}") from error
 
 
 def resolve_mesh(
@@ -96,67 +100,63 @@ def resolve_mesh(
     return preset.mesh, preset
 
 
-class _Reader:
-    """Reads one preset file, and names it in every error."""
+def _preset(name: str, document: dict[str, Any]) -> Preset:
+    _check_keys(document, "", required={"description", "mesh", "device"}, optional={"experts_over"})
+    device = _table(document, "device")
+    _check_keys(device, "device.", required={field.name for field in fields(DeviceKind)})
+    return Preset(
+        name=name,
+        description=_string(document, "description"),
+        mesh=MeshSpec.from_sizes(_table(document, "mesh")),
+        experts_over=check_experts_over(_strings(document, "experts_over", default=["ep"])),
+        device=DeviceKind(
+            kind=_string(device, "kind"),
+            memory_bytes=_count(device, "memory_bytes"),
+            peak_bf16_flops=_positive(device, "peak_bf16_flops"),
+            memory_bandwidth=_positive(device, "memory_bandwidth"),
+            link_bandwidth=_positive(device, "link_bandwidth"),
+            internode_bandwidth=_positive(device, "internode_bandwidth"),
+            devices_per_node=_count(device, "devices_per_node"),
+        ),
+    )
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
 
-    def preset(self, document: dict[str, Any]) -> Preset:
-        self.check_keys(document, "", required={"description", "mesh", "device"}, optional=frozenset({"experts_over"}))
-        device = self.table(document, "device")
-        self.check_keys(device, "device.", required={field.name for field in fields(DeviceKind)})
-        try:
-            spec = MeshSpec.from_sizes(self.table(document, "mesh"))
-            experts_over = check_experts_over(self.strings(document, "experts_over", default=["ep"]))
-        except (MeshError, PlanError) as error:
-            raise MeshError(f"{self.path}: {error}") from error
-        return Preset(
-            name=self.path.stem,
-            description=self.string(document, "description"),
-            mesh=spec,
-            experts_over=experts_over,
-            device=DeviceKind(
-                kind=self.string(device, "kind"),
-                memory_bytes=self.count(device, "memory_bytes"),
-                peak_bf16_flops=self.positive(device, "peak_bf16_flops"),
-                memory_bandwidth=self.positive(device, "memory_bandwidth"),
-                link_bandwidth=self.positive(device, "link_bandwidth"),
-                internode_bandwidth=self.positive(device, "internode_bandwidth"),
-                devices_per_node=self.count(device, "devices_per_node"),
-            ),
-        )
+def _check_keys(
+    table: dict[str, Any], prefix: str, required: set[str], optional: AbstractSet[str] = frozenset()
+) -> None:
+    if missing := sorted(required - table.keys()):
+        raise MeshError(f"{prefix}{missing[0]} is missing; give {', '.join(sorted(required))}")
+    if unknown := sorted(table.keys() - required - optional):
+        known = ", ".join(sorted(required | optional))
+        raise MeshError(f"unknown key {prefix + unknown[0]!r}; the keys are {known}")
 
-    def check_keys(
-        self, table: dict[str, Any], prefix: str, required: set[str], optional: frozenset[str] = frozenset()
-    ) -> None:
-        if missing := sorted(required - table.keys()):
-            raise MeshError(f"{self.path}: {prefix}{missing[0]} is missing; give {', '.join(sorted(required))}")
-        if unknown := sorted(table.keys() - required - optional):
-            known = ", ".join(sorted(required | optional))
-            raise MeshError(f"{self.path}: unknown key {prefix}{unknown[0]}; the keys are {known}")
 
-    def table(self, table: dict[str, Any], key: str) -> dict[str, Any]:
-        value = table[key]
-        return value if isinstance(value, dict) else self.refuse(key, value, f"a table, [{key}]")
+def _table(table: dict[str, Any], key: str) -> dict[str, Any]:
+    value = table[key]
+    return value if isinstance(value, dict) else _refuse(key, value, f"a table, [{key}]")
 
-    def string(self, table: dict[str, Any], key: str) -> str:
-        value = table[key]
-        return value if isinstance(value, str) and value else self.refuse(key, value, "a text")
 
-    def strings(self, table: dict[str, Any], key: str, default: list[str]) -> list[str]:
-        value = table.get(key, default)
-        good = isinstance(value, list) and all(isinstance(item, str) for item in value)
-        return value if good else self.refuse(key, value, 'a list of axes such as ["dp", "tp"]')
+def _string(table: dict[str, Any], key: str) -> str:
+    value = table[key]
+    return value if isinstance(value, str) and value else _refuse(key, value, "a text")
 
-    def positive(self, table: dict[str, Any], key: str) -> float:
-        value = table[key]
-        good = isinstance(value, int | float) and not isinstance(value, bool) and 0 < value <= sys.float_info.max
-        return float(value) if good else self.refuse(key, value, "a number above 0, such as 450e9")
 
-    def count(self, table: dict[str, Any], key: str) -> int:
-        value = self.positive(table, key)
-        return int(value) if value == int(value) else self.refuse(key, value, "a whole number from 1")
+def _strings(table: dict[str, Any], key: str, default: list[str]) -> list[str]:
+    value = table.get(key, default)
+    good = isinstance(value, list) and all(isinstance(item, str) for item in value)
+    return value if good else _refuse(key, value, 'a list of axes such as ["dp", "tp"]')
 
-    def refuse(self, key: str, value: object, expected: str) -> Any:
-        raise MeshError(f"{self.path}: {key} is {value!r}: expected {expected}")
+
+def _positive(table: dict[str, Any], key: str) -> float:
+    value = table[key]
+    good = isinstance(value, int | float) and not isinstance(value, bool) and 0 < value <= sys.float_info.max
+    return float(value) if good else _refuse(key, value, "a number above 0, such as 450e9")
+
+
+def _count(table: dict[str, Any], key: str) -> int:
+    value = _positive(table, key)
+    return int(value) if value == int(value) else _refuse(key, value, "a whole number from 1")
+
+
+def _refuse(key: str, value: object, expected: str) -> NoReturn:
+    raise MeshError(f"{key} is {value!r}: expected {expected}")

@@ -1,0 +1,167 @@
+"""Deployments as TOML files, and everything that names a mesh."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from jaxpar.errors import MeshError
+from jaxpar.mesh import MeshSpec, rank_table
+from jaxpar.presets import load_preset, preset_names, resolve_mesh
+
+GOOD = """
+description = "two of something"
+experts_over = ["tp"]
+[mesh]
+tp = 2
+[device]
+kind = "something"
+memory_bytes = 8e9
+peak_bf16_flops = 1e12
+memory_bandwidth = 1e11
+link_bandwidth = 1e10
+internode_bandwidth = 1e9
+devices_per_node = 2
+"""
+
+
+def write(folder: Path, text: str) -> Path:
+    path = folder / "mine.toml"
+    path.write_text(text)
+    return path
+
+
+def test_the_bundled_presets_are_these():
+    assert preset_names() == ("h20-32", "h200-8", "laptop-8", "sglang-16", "v5p-64")
+
+
+@pytest.mark.parametrize(
+    ("name", "mesh", "experts_over"),
+    [
+        ("laptop-8", "dp=2,tp=4", ("ep",)),
+        ("h200-8", "tp=8", ("tp",)),
+        ("h20-32", "dp=4,tp=8", ("dp", "tp")),
+        ("v5p-64", "dp=16,tp=4", ("dp", "tp")),
+        ("sglang-16", "dp=2,cp=4,tp=2", ("dp", "cp", "tp")),
+    ],
+)
+def test_a_bundled_preset_has_the_mesh_that_its_name_says(name: str, mesh: str, experts_over: tuple[str, ...]):
+    preset = load_preset(name)
+    assert (str(preset.mesh), preset.experts_over) == (mesh, experts_over)
+    assert preset.name == name
+    assert name.endswith(f"-{preset.mesh.size}")
+
+
+# TFLOP/s, memory in GB, memory TB/s, link GB/s one way, GB/s between nodes, devices with fast links.
+@pytest.mark.parametrize(
+    ("name", "figures"),
+    [
+        ("h200-8", (989, 141, 4.8, 450, 50, 8)),
+        ("h20-32", (148, 96, 4.0, 450, 50, 8)),
+        ("v5p-64", (459, 95, 2.77, 600, 6.25, 64)),
+        ("sglang-16", (989, 141, 4.8, 450, 50, 8)),
+    ],
+)
+def test_the_figures_of_an_accelerator_are_those_that_its_maker_gives(name: str, figures: tuple[float, ...]):
+    device = load_preset(name).device
+    assert figures == (
+        device.peak_bf16_flops / 1e12,
+        device.memory_bytes / 1e9,
+        device.memory_bandwidth / 1e12,
+        device.link_bandwidth / 1e9,
+        device.internode_bandwidth / 1e9,
+        device.devices_per_node,
+    )
+
+
+def test_sglang_16_gives_every_rank_its_own_experts():
+    preset = load_preset("sglang-16")
+    assert [row.expert_rank for row in rank_table(preset.mesh, preset.experts_over)] == list(range(16))
+
+
+def test_a_preset_is_read_from_any_toml_file(tmp_path: Path):
+    preset = load_preset(write(tmp_path, GOOD))
+    assert (preset.name, preset.description, preset.mesh) == ("mine", "two of something", MeshSpec(tp=2))
+    assert preset.device.memory_bytes == 8_000_000_000
+    assert isinstance(preset.device.memory_bytes, int)
+
+
+def test_experts_are_over_ep_unless_a_preset_says_otherwise(tmp_path: Path):
+    assert load_preset(write(tmp_path, GOOD.replace('experts_over = ["tp"]', ""))).experts_over == ("ep",)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "said"),
+    [
+        ("tp = 2", "tp = 0", "mesh axis tp has size 0"),
+        ("tp = 2", "tp = 2.0", "mesh axis tp has size 2.0"),
+        ("tp = 2", "xp = 2", "unknown mesh axis 'xp'"),
+        ("[mesh]\ntp = 2", "mesh = 2", "mesh is 2: expected a table, [mesh]"),
+        ('"tp"]', '"xp"]', "unknown axis 'xp'"),
+        ('["tp"]', '"tp"', "experts_over is 'tp': expected a list"),
+        ('["tp"]', "[]", "name at least one"),
+        ('description = "two of something"', "", "description is missing"),
+        ('"two of something"', "2", "description is 2: expected a text"),
+        ("link_bandwidth = 1e10", "", "device.link_bandwidth is missing"),
+        ("link_bandwidth = 1e10", "link_bandwidth = 1e10\nlinks = 6", "unknown key 'device.links'"),
+        ("description", "colour = 1\ndescription", "unknown key 'colour'"),
+        ("memory_bytes = 8e9", "memory_bytes = -8e9", "memory_bytes is -8000000000.0: expected a number above 0"),
+        ("memory_bytes = 8e9", "memory_bytes = 0.5", "memory_bytes is 0.5: expected a whole number"),
+        ("memory_bytes = 8e9", 'memory_bytes = "8 GB"', "memory_bytes is '8 GB': expected a number"),
+        ("1e12", "inf", "peak_bf16_flops is inf: expected a number"),
+        ("1e12", "nan", "peak_bf16_flops is nan: expected a number"),
+        ("1e12", "1" + "0" * 400, "expected a number"),
+        ("1e12", "true", "peak_bf16_flops is True: expected a number"),
+        ("[mesh]", "[mesh", "not a TOML file"),
+    ],
+)
+def test_a_bad_preset_is_refused_with_its_file_key_and_value(tmp_path: Path, old: str, new: str, said: str):
+    assert old in GOOD
+    path = write(tmp_path, GOOD.replace(old, new))
+    with pytest.raises(MeshError) as refused:
+        load_preset(path)
+    assert str(refused.value).startswith(f"{path}: ")
+    assert str(refused.value).count(str(path)) == 1
+    assert said in str(refused.value)
+
+
+def test_a_file_that_is_not_text_or_not_there_is_refused(tmp_path: Path):
+    binary = tmp_path / "binary.toml"
+    binary.write_bytes(b"\xff\xfe\x00")
+    for path, said in [
+        (binary, "not a TOML file"),
+        (tmp_path / "absent.toml", "No such file"),
+        (tmp_path, "no mesh preset"),
+    ]:
+        with pytest.raises(MeshError, match=said):
+            load_preset(path)
+
+
+@pytest.mark.parametrize("name", ["h100-8", "", "../meshes/h20-32", "H20-32"])
+def test_a_preset_that_is_not_there_lists_those_that_are(name: str):
+    with pytest.raises(MeshError, match="use one of h20-32, h200-8, laptop-8, sglang-16, v5p-64"):
+        load_preset(name)
+
+
+def test_a_mesh_is_named_by_a_spec_a_preset_a_file_a_mapping_or_an_object(tmp_path: Path):
+    path = write(tmp_path, GOOD)
+    preset = load_preset(path)
+    assert resolve_mesh("dp=2,tp=4") == (MeshSpec(dp=2, tp=4), None)
+    assert resolve_mesh({"dp": 2, "tp": 4}) == (MeshSpec(dp=2, tp=4), None)
+    assert resolve_mesh(MeshSpec(cp=2)) == (MeshSpec(cp=2), None)
+    assert resolve_mesh("h20-32") == (MeshSpec(dp=4, tp=8), load_preset("h20-32"))
+    assert resolve_mesh(path) == resolve_mesh(str(path)) == resolve_mesh(preset) == (MeshSpec(tp=2), preset)
+
+
+def test_a_path_with_an_equals_sign_is_still_a_path(tmp_path: Path):
+    folder = tmp_path / "run=1"
+    folder.mkdir()
+    assert resolve_mesh(str(write(folder, GOOD)))[0] == MeshSpec(tp=2)
+
+
+def test_a_word_that_is_no_preset_is_told_both_ways_to_name_a_mesh():
+    with pytest.raises(MeshError) as refused:
+        resolve_mesh("h100-8")
+    assert "dp=2,tp=4" in str(refused.value)
+    assert "h200-8" in str(refused.value)
