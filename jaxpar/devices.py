@@ -102,20 +102,14 @@ def _arrange(spec: MeshSpec, devices: Sequence[jax.Device]) -> np.ndarray:
     try:
         if len(per_slice) == 1:
             return mesh_utils.create_device_mesh(shape, devices, allow_split_physical_axes=True)
-        return mesh_utils.create_hybrid_device_mesh(
-            inner,
-            outer,
-            devices,
-            process_is_granule=not hasattr(devices[0], "slice_index"),
-            allow_split_physical_axes=True,
-        )
+        return mesh_utils.create_hybrid_device_mesh(inner, outer, devices, allow_split_physical_axes=True)
     except AssertionError:
         return in_order  # some chips of a torus, with holes between them: no order is better than another
 
 
 def _slice_of(device: jax.Device) -> int:
-    """Group of devices joined by fast links that `device` belongs to."""
-    return int(getattr(device, "slice_index", device.process_index))
+    """Slice (GPU: NVLink domain) of a device, which may span processes; JAX leaves it out where there is only one."""
+    return int(getattr(device, "slice_index", 0))
 
 
 def _split_outermost(spec: MeshSpec, slices: int) -> list[int]:

@@ -37,20 +37,26 @@ class Gpu:
 
 @dataclass(frozen=True)
 class Tpu:
-    """What JAX tells of a TPU chip."""
+    """What JAX tells of a v5p chip in a lone slice; a process has the four chips of one host."""
 
     id: int
     coords: tuple[int, int, int]
-    slice_index: int = 0
+    process_index: int
     core_on_chip: int = 0
-    process_index: int = 0
     platform: str = "tpu"
-    device_kind: str = "TPU v5p"
+    device_kind: str = "TPU v5"
 
 
-def torus(x: int, y: int, z: int, slice_index: int = 0) -> list[Tpu]:
+@dataclass(frozen=True)
+class SlicedTpu(Tpu):
+    """A chip of one slice out of several."""
+
+    slice_index: int = 0
+
+
+def torus(x: int, y: int, z: int) -> list[Tpu]:
     coordinates = [(i, j, k) for k, j, i in product(range(z), range(y), range(x))]
-    return [Tpu(id=i, coords=c, slice_index=slice_index) for i, c in enumerate(coordinates)]
+    return [Tpu(id=i, coords=c, process_index=i // 4) for i, c in enumerate(coordinates)]
 
 
 def test_a_mesh_has_all_five_axes_with_tp_innermost():
@@ -176,7 +182,7 @@ def test_an_axis_may_take_part_of_a_torus_dimension():
 
 
 def test_over_two_slices_the_outermost_axis_crosses():
-    chips = torus(2, 2, 1) + torus(2, 2, 1, slice_index=1)
+    chips = [SlicedTpu(**vars(chip), slice_index=index) for index in range(2) for chip in torus(2, 2, 1)]
     devices = make_mesh(MeshSpec(dp=2, tp=4), chips).devices
     assert [{chip.slice_index for chip in group} for group in devices.reshape(2, 4)] == [{0}, {1}]
 
