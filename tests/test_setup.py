@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
 import zipfile
@@ -11,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from jaxpar.assets import mesh_dir, model_dir, model_names
+from jaxpar.checkpoint.hf_config import read_config
 from jaxpar.errors import CheckpointError
 
 REPOSITORY = Path(__file__).parent.parent
@@ -106,13 +106,19 @@ def test_a_model_that_is_not_there_lists_the_bundled_ones(name: str, tmp_path: P
     ],
 )
 def test_a_card_has_the_shapes_of_its_model(name: str, parameters: int):
-    card = json.loads((model_dir(name) / "config.json").read_text())
-    hidden, layers, kv_heads = card["hidden_size"], card["num_hidden_layers"], card["num_key_value_heads"]
-    kv_width = kv_heads * hidden // card["num_attention_heads"]
-    attention = 2 * hidden * hidden + 2 * hidden * kv_width
-    biases = hidden + 2 * kv_width if card["model_type"] == "qwen2" else 0
-    layer = attention + biases + 3 * hidden * card["intermediate_size"] + 2 * hidden
-    assert 2 * card["vocab_size"] * hidden + layers * layer + hidden == parameters
+    card = read_config(model_dir(name))
+    hidden, head_dim = card.hidden_size, card.head_dim
+    q_width, kv_width = card.num_attention_heads * head_dim, card.num_key_value_heads * head_dim
+    attention = 2 * hidden * q_width + 2 * hidden * kv_width + (q_width + 2 * kv_width if card.qkv_bias else 0)
+    layer = attention + 3 * hidden * card.intermediate_size + 2 * hidden
+    assert not card.tie_word_embeddings
+    assert 2 * card.vocab_size * hidden + card.num_hidden_layers * layer + hidden == parameters
+
+
+def test_the_kv_cache_of_llama_3_70b_is_what_its_card_says():
+    card = read_config(model_dir("llama-3-70b"))
+    values = 2 * 8192 * card.num_hidden_layers * card.num_key_value_heads * card.head_dim
+    assert values * 2 == 2_684_354_560, "bytes in bf16 for one request of 8192 tokens"
 
 
 def test_the_wheel_carries_meshes_and_models_and_finds_them_from_anywhere(tmp_path: Path, fresh_python):
