@@ -1,0 +1,29 @@
+"""LLM inference under any combination of parallel strategies: explicit SPMD programs, proved and counted.
+
+    import jaxpar
+    runner = jaxpar.load("tiny", mesh="dp=2,tp=4")
+    runner.generate(["It is a truth"], max_new_tokens=32)
+
+Importing jaxpar starts no JAX backend: `load` does, with as many faked CPU devices as the mesh needs.
+"""
+
+from jaxpar.engine.requests import Completion, SamplingParams, Token
+from jaxpar.errors import CheckpointError, JaxparError, MeshError, PlanError, RequestError
+from jaxpar.mesh import MeshSpec
+from jaxpar.plan import Plan
+from jaxpar.runner import Runner, load
+
+__all__ = [
+    "CheckpointError",
+    "Completion",
+    "JaxparError",
+    "MeshError",
+    "MeshSpec",
+    "Plan",
+    "PlanError",
+    "RequestError",
+    "Runner",
+    "SamplingParams",
+    "Token",
+    "load",
+]

@@ -1,0 +1,187 @@
+"""Proof on a user's own model: the mesh against one device, logits and tokens, on every rank.
+
+Both run the same prompts. The single device's greedy tokens are fed to both step programs, so that a difference is
+seen at the step where it arises and not as a text that has drifted away: prefill over the prompt (in chunks), then
+decode token by token. A token may differ only where the single device's two best logits are closer than the tolerance;
+such ties are counted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+import jax
+import numpy as np
+
+from jaxpar.engine.requests import SamplingParams
+from jaxpar.engine.session import Session
+from jaxpar.program import Programs, Weights
+
+TOLERANCE = {"float32": 1e-4, "bfloat16": 0.25, "float16": 0.03}
+"""Largest difference of a logit that rounding in this dtype explains."""
+
+Ready = tuple[Programs, Weights]
+
+
+@dataclass
+class RankResult:
+    """One prompt on one rank of the replica that serves it.
+
+    `max_difference` is that of its logits over prefill and decode, `compared` how many logits it was taken over.
+    """
+
+    prompt: int
+    rank: int
+    max_difference: float = 0.0
+    compared: int = 0
+    wrong_tokens: int = 0
+    ties: int = 0
+
+
+@dataclass
+class Verification:
+    """All results; `margin` is the smallest gap between the single device's two best logits at a generated token."""
+
+    tolerance: float
+    tokens: list[list[int]]
+    margin: float = float("inf")
+    results: list[RankResult] = field(default_factory=list)
+
+    @property
+    def max_difference(self) -> float:
+        """Over all prompts and ranks."""
+        return max(result.max_difference for result in self.results)
+
+    @property
+    def passed(self) -> bool:
+        """Every logit within the tolerance and every token equal, on every rank. A NaN passes nothing."""
+        return all(r.max_difference <= self.tolerance and r.wrong_tokens == 0 for r in self.results)
+
+
+def verify(
+    mesh: Ready,
+    single: Ready,
+    prompts: Sequence[Sequence[int]],
+    new_tokens: int,
+    tolerance: float | None = None,
+    progress: Callable[[str], None] = lambda text: None,
+) -> Verification:
+    """Compare a model on a mesh with the same model on one device.
+
+    Args:
+        mesh: programs and weights on the mesh.
+        single: the same on one device, with the same dtype.
+        prompts: token ids, of any lengths.
+        new_tokens: greedy tokens to compare after each prompt.
+        tolerance: on logits; None takes TOLERANCE of the dtype.
+        progress: called with a word on what comes next.
+    """
+    programs = mesh[0]
+    limit = TOLERANCE[programs.plan.dtype] if tolerance is None else tolerance
+    params = SamplingParams(max_new_tokens=new_tokens, ignore_eos=True)
+    rank_of = {device: rank for rank, device in enumerate(programs.mesh.devices.flat)}
+    rows: dict[tuple[int, int], RankResult] = {}
+
+    def row(prompt: int, device: jax.Device) -> RankResult:
+        key = prompt, rank_of[device]
+        return rows.setdefault(key, RankResult(*key))
+
+    progress("greedy tokens on one device")
+    tokens = [next(iter(on_rank.values())) for on_rank in _greedy(single, prompts, params)]
+    verification = Verification(limit, tokens)
+
+    progress("logits of prefill and decode, step by step")
+    margins: list[list[float]] = [[] for _ in prompts]
+    for ours, theirs in zip(_steps(mesh, prompts, tokens, params), _steps(single, prompts, tokens, params), strict=True):
+        reference = np.asarray(theirs.logits)
+        for i, count in ours.tokens.items():
+            expected = reference[theirs.session.lane(i), :count, : programs.config.vocab_size]
+            if ours.generates[i]:
+                best = np.partition(expected[-1], -2)[-2:]
+                margins[i].append(float(best[1] - best[0]))
+            for device, found, first in _on_every_rank(ours.logits, ours.session.lane(i), count):
+                part = expected[:, first : first + found.shape[1]]
+                difference = np.abs(found[:, : part.shape[1]] - part)
+                result = row(i, device)
+                # np.maximum keeps a NaN, where max() may not.
+                result.max_difference = float(np.maximum(result.max_difference, difference.max(initial=0.0)))
+                result.compared += difference.size
+    verification.margin = min(min(gaps) for gaps in margins)
+
+    progress("greedy tokens on every rank of the mesh")
+    for i, on_rank in enumerate(_greedy(mesh, prompts, params)):
+        for device, found in on_rank.items():
+            # After the first difference the texts differ, and so do all tokens that follow.
+            at = next((at for at, pair in enumerate(zip(found, tokens[i], strict=True)) if pair[0] != pair[1]), None)
+            if at is not None and margins[i][at] <= limit:
+                row(i, device).ties += 1
+            elif at is not None:
+                row(i, device).wrong_tokens += 1
+    verification.results = [rows[key] for key in sorted(rows)]
+    return verification
+
+
+@dataclass
+class _Step:
+    """Logits [lanes, T, V] of one step; the tokens that each prompt has in it, and whether its last one generates."""
+
+    session: Session
+    logits: jax.Array
+    tokens: dict[int, int]
+    generates: dict[int, bool]
+
+
+def _steps(
+    ready: Ready, prompts: Sequence[Sequence[int]], tokens: Sequence[Sequence[int]], params: SamplingParams
+) -> Iterator[_Step]:
+    """Run `tokens` after `prompts` through prefill and decode, logits of every position coming out."""
+    session = _session(ready, prompts, params)
+    for chunk in session.prefill(logits=True):
+        counts = {i: min(len(prompt) - chunk.offset, chunk.tokens) for i, prompt in enumerate(prompts)}
+        here = {i: count for i, count in counts.items() if count > 0}
+        assert chunk.output.logits is not None
+        yield _Step(session, chunk.output.logits, here, {i: i in chunk.ended for i in here})
+    for at in range(params.max_new_tokens - 1):
+        output = session.decode({i: row[at] for i, row in enumerate(tokens)}, logits=True)
+        assert output.logits is not None
+        yield _Step(session, output.logits, {i: 1 for i in range(len(prompts))}, dict.fromkeys(range(len(prompts)), True))
+
+
+def _greedy(
+    ready: Ready, prompts: Sequence[Sequence[int]], params: SamplingParams
+) -> list[dict[jax.Device, list[int]]]:
+    """The greedy tokens of every prompt as each device of its replica holds them."""
+    session = _session(ready, prompts, params)
+    found: list[dict[jax.Device, list[int]]] = [{} for _ in prompts]
+    latest: dict[int, int] = {}
+
+    def keep(output: jax.Array, requests: Sequence[int]) -> None:
+        for i in requests:
+            for shard in output.addressable_shards:
+                lanes = range(*shard.index[0].indices(output.shape[0]))
+                if session.lane(i) in lanes:
+                    token = int(np.asarray(shard.data)[lanes.index(session.lane(i))])
+                    found[i].setdefault(shard.device, []).append(token)
+                    latest[i] = token
+
+    for chunk in session.prefill():
+        assert chunk.output.token is not None
+        keep(chunk.output.token, chunk.ended)
+    for _ in range(params.max_new_tokens - 1):
+        output = session.decode(latest)
+        assert output.token is not None
+        keep(output.token, range(len(prompts)))
+    return found
+
+
+def _session(ready: Ready, prompts: Sequence[Sequence[int]], params: SamplingParams) -> Session:
+    return Session(*ready, prompts, [len(prompt) + params.max_new_tokens - 1 for prompt in prompts], params)
+
+
+def _on_every_rank(logits: jax.Array, lane: int, count: int) -> Iterator[tuple[jax.Device, np.ndarray, int]]:
+    """Each device's own copy of a lane's logits: (device, [count, ids it holds], the first of those ids)."""
+    for shard in logits.addressable_shards:
+        lanes, _, ids = (range(*s.indices(n)) for s, n in zip(shard.index, logits.shape, strict=True))
+        if lane in lanes:
+            yield shard.device, np.asarray(shard.data)[lanes.index(lane), :count], ids.start
