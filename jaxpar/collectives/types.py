@@ -9,5 +9,5 @@ import jax
 
 def varying_axes(x: Any) -> frozenset[str]:
     """The manual mesh axes over which `x`, an array, tracer or abstract value, may differ between ranks."""
-    kind = x if isinstance(x, jax.core.AbstractValue) else jax.typeof(x)
+    kind: Any = x if isinstance(x, jax.core.AbstractValue) else jax.typeof(x)
     return frozenset(kind.manual_axis_type.varying)
