@@ -83,7 +83,8 @@ class Programs:
             "decode": find("decode_attention", plan.decode_attention).run,
         }
         self._all_reduce = find("all_reduce", plan.all_reduce).run
-        self.step = lru_cache(maxsize=None)(self._build)
+        # One jitted function for each kind of step; it compiles once for each shape that it meets.
+        self.step = lru_cache(maxsize=None)(self._compiled_on_use)
 
     @cached_property
     def weight_specs(self) -> dict[str, P]:
@@ -131,26 +132,37 @@ class Programs:
         cache = cache_shapes(self.planes, pages, self.plan)
         return weights, cache, StepBatch(tokens, tokens, lane, table, lane, options)
 
-    def _build(self, phase: Phase, logits: bool = False, sampled: bool = False) -> Any:
-        plan = self.plan
-        lanes = P(plan.requests or None)
-        out = StepOutput(None, None, P(plan.requests or None, None, plan.width or None))
-        if not logits:
-            out = StepOutput(lanes, lanes, None)
+    def spmd(self, phase: Phase, logits: bool = False, sampled: bool = False) -> StepFunction:
+        """The step as one SPMD program, not yet compiled.
+
+        Args:
+            phase: prefill or decode.
+            logits: whether logits of every token come out instead of the next token.
+            sampled: whether any lane draws its token; a greedy program holds no noise.
+        """
         specs = (self.weight_specs, self.cache_specs(), self.batch_specs(phase))
-        out_specs = (self.cache_specs(), out)
 
         def local(weights: Weights, cache: Cache, batch: StepBatch) -> tuple[Cache, StepOutput]:
             return self._local_step(weights, cache, batch, phase, logits, sampled)
 
-        program = jax.shard_map(local, mesh=self.mesh, in_specs=specs, out_specs=out_specs)
-        program.__name__ = phase
+        return jax.shard_map(local, mesh=self.mesh, in_specs=specs, out_specs=self._out_specs(logits))
+
+    def _compiled_on_use(self, phase: Phase, logits: bool = False, sampled: bool = False) -> Any:
+        program = self.spmd(phase, logits, sampled)
+        specs = (self.weight_specs, self.cache_specs(), self.batch_specs(phase))
         return jax.jit(
             program,
             in_shardings=self.sharded(specs),
-            out_shardings=self.sharded(out_specs),
+            out_shardings=self.sharded(self._out_specs(logits)),
             donate_argnums=1,
         )
+
+    def _out_specs(self, logits: bool) -> tuple[Cache, StepOutput]:
+        lanes = P(self.plan.requests or None)
+        if logits:
+            all_logits = P(self.plan.requests or None, None, self.plan.width or None)
+            return self.cache_specs(), StepOutput(None, None, all_logits)
+        return self.cache_specs(), StepOutput(lanes, lanes, None)
 
     def _local_step(
         self, weights: Weights, cache: Cache, batch: StepBatch, phase: Phase, logits: bool, sampled: bool

@@ -6,14 +6,18 @@ from jaxpar.attention import local
 from jaxpar.collectives import psum
 from jaxpar.errors import PlanError
 from jaxpar.strategies import Step, Strategy
-from jaxpar.vocabulary import embedding, sampling
+from jaxpar.train import gradients, loss
+from jaxpar.vocabulary import embedding, head, sampling
 
 STRATEGIES: tuple[Strategy, ...] = (
     embedding.STRATEGY,
     local.PREFILL,
     local.DECODE,
     psum.STRATEGY,
+    head.STRATEGY,
     sampling.STRATEGY,
+    loss.STRATEGY,
+    gradients.STRATEGY,
 )
 
 
@@ -33,6 +37,7 @@ def chosen(step: Step) -> tuple[Strategy, ...]:
         find("embedding", "vocab_parallel"),
         find(f"{step.phase}_attention", attention),
         find("all_reduce", plan.all_reduce),
+        find("head", "vocab_parallel"),
         find("sampling", "vocab_parallel"),
     )
     for strategy in picked:

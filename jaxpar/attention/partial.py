@@ -17,6 +17,11 @@ KEY_TILE = 1024
 """Keys of one tile: the scores of a step never take more than queries x KEY_TILE."""
 
 
+def tiled(keys: int) -> int:
+    """Keys that `attend` works on for a bag of `keys`: whole tiles, where there is more than one."""
+    return keys if keys <= KEY_TILE else -(-keys // KEY_TILE) * KEY_TILE
+
+
 class Partial(NamedTuple):
     """`out` [..., d] and `lse` [...], both float32."""
 
@@ -71,8 +76,7 @@ def attend(
     size = k.shape[2]
     if size <= KEY_TILE:
         return _attend_tile(q, k, v, q_positions, k_positions, window, scale)
-    tiles = -(-size // KEY_TILE)
-    pad = tiles * KEY_TILE - size
+    pad, tiles = tiled(size) - size, tiled(size) // KEY_TILE
     k, v = (lax.pad(x, jnp.zeros((), x.dtype), ((0, 0, 0), (0, 0, 0), (0, pad, 0), (0, 0, 0))) for x in (k, v))
     k_positions = lax.pad(k_positions, jnp.int32(-1), ((0, 0, 0), (0, pad, 0)))
 

@@ -1,4 +1,7 @@
-"""Logits of a rank's slice of the vocabulary; padded rows are -inf, so that no argmax can choose them."""
+"""`vocab_parallel` head: each rank's logits of its own slice of the vocabulary, which stay where they are.
+
+Padded rows are -inf, so that no argmax can choose them.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jaxpar.ledger.traffic import Traffic
+from jaxpar.strategies import Step, Strategy
 from jaxpar.vocabulary.embedding import rank_offset
 
 
@@ -16,7 +21,20 @@ def vocabulary_ids(rows: int, axes: tuple[str, ...]) -> jax.Array:
 
 def local_logits(x: jax.Array, table: jax.Array, vocab_size: int, axes: tuple[str, ...]) -> jax.Array:
     """Hidden states [T, D] and the rank's rows [V/tp, D] -> its logits [T, V/tp] in float32."""
-    with jax.named_scope("head"):
+    with jax.named_scope("head:vocab_parallel"):
         logits = lax.dot_general(x, table, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
         real = vocabulary_ids(table.shape[0], axes) < vocab_size
         return jnp.where(real[None, :], logits, -jnp.inf)
+
+
+def traffic(step: Step) -> list[Traffic]:
+    """Nothing: sampling works on the split logits."""
+    return []
+
+
+def check(step: Step) -> str | None:
+    """Any vocabulary: rows that do not divide are padded."""
+    return None
+
+
+STRATEGY = Strategy("vocab_parallel", "head", ("tp",), (), "any vocabulary (rows padded)", local_logits, traffic, check)

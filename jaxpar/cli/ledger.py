@@ -1,0 +1,54 @@
+"""`jaxpar ledger`: what a plan costs, before anything runs."""
+
+from __future__ import annotations
+
+import sys
+from typing import Annotated, Any
+
+import typer
+
+from jaxpar.cli.output import ERR, OUT, print_json
+
+
+def ledger(
+    model: Annotated[str, typer.Argument(help="Model directory, config.json, GGUF file, or a bundled model's name.")],
+    mesh: Annotated[str, typer.Option(help='Axis sizes ("dp=2,tp=4"), a preset, or a mesh TOML.')] = "tp=1",
+    phase: Annotated[str, typer.Option(help="prefill or decode.")] = "decode",
+    batch: Annotated[int, typer.Option(help="Requests in all.")] = 8,
+    context: Annotated[int, typer.Option(help="Tokens of each request: prefilled, or cached when decoding.")] = 1024,
+    chunk: Annotated[int, typer.Option(help="Most tokens of a request that a prefill step takes.")] = 512,
+    page_size: Annotated[int, typer.Option(help="Tokens of a KV cache page.")] = 16,
+    dtype: Annotated[str | None, typer.Option(help="float32, bfloat16 or float16; default: the model's own.")] = None,
+    sampled: Annotated[bool, typer.Option(help="Count drawing by temperature, top-k and top-p.")] = False,
+    compile_: Annotated[
+        bool, typer.Option("--compile/--no-compile", help="Ask the compiler for temporaries and collectives.")
+    ] = True,
+    platform: Annotated[str | None, typer.Option(help="cpu, gpu or tpu to compile for; default: JAX's.")] = None,
+    json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Count what one step sends on every axis, its FLOPs and its memory. No weights are needed.
+
+    Exit status 1 if what is predicted and what is traced differ.
+    """
+    from jaxpar.assets import model_dir
+    from jaxpar.checkpoint import open_checkpoint
+    from jaxpar.devices import ensure_devices, make_mesh
+    from jaxpar.ledger.render import render
+    from jaxpar.ledger.report import make_ledger, make_step
+    from jaxpar.presets import resolve_mesh
+    from jaxpar.runner import make_plan
+
+    config = open_checkpoint(model_dir(model)).config
+    spec, preset = resolve_mesh(mesh)
+    fields: dict[str, Any] = {"chunk": chunk, "page_size": page_size, "dtype": dtype or config.dtype}
+    plan = make_plan(spec, fields | ({"experts_over": preset.experts_over} if preset else {}))
+    plan.check_runnable()
+    make_step(config, plan, phase, batch, context)  # type: ignore[arg-type]  # it checks the phase
+    devices = make_mesh(spec, ensure_devices(spec, platform)) if compile_ else None
+    with ERR.status(f"Compiling for {spec}") if compile_ and ERR.is_terminal else ERR.capture():
+        counted = make_ledger(config, plan, phase, batch, context, devices, sampled)  # type: ignore[arg-type]
+    if json:
+        print_json(counted.to_json())
+    else:
+        OUT.print(render(counted, preset))
+    sys.exit(1 if counted.differences else 0)

@@ -1,0 +1,51 @@
+"""Closed forms of a step: what its strategies send, its FLOPs, and the bytes that it holds."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+from jax.sharding import PartitionSpec as P
+
+from jaxpar.attention.partial import tiled
+from jaxpar.ledger.traffic import Traffic, merge
+from jaxpar.registry import chosen
+from jaxpar.strategies import Step
+
+
+def predict_traffic(step: Step) -> list[Traffic]:
+    """Every collective of a step, from the closed forms of the strategies that the plan chose."""
+    return merge(row for strategy in chosen(step) for row in strategy.traffic(step))
+
+
+def predict_flops(step: Step) -> dict[str, int]:
+    """FLOPs of one rank by sublayer: matrix products, a multiply-add as two, padding included as it is computed.
+
+    Attention scores every key of the page table: masks hide keys, they do not skip them.
+    """
+    config, heads, rows = step.config, step.heads, step.rows
+    size, hidden, tp = config.head_dim, config.hidden_size, step.plan.mesh.tp
+    projections = 2 * rows * hidden * size * (2 * heads.q_local + 2 * heads.kv_local)
+    scores = 4 * rows * tiled(step.keys) * heads.q_local * size
+    ffn = 2 * rows * hidden * 3 * -(-config.intermediate_size // tp)
+    tokens = rows if step.logits else step.lanes
+    return {
+        "attention": config.num_hidden_layers * (projections + scores),
+        "ffn": config.num_hidden_layers * ffn,
+        "head": 2 * tokens * hidden * -(-config.vocab_size // tp),
+    }
+
+
+def local_bytes(shapes: Any, specs: Any, sizes: Mapping[str, int]) -> int:
+    """Bytes that one rank holds of arrays with these global shapes (a pytree of ShapeDtypeStructs) and specs."""
+
+    def one(shape: jax.ShapeDtypeStruct, spec: P) -> int:
+        total = math.prod(shape.shape) * shape.dtype.itemsize
+        for axes in spec:
+            for axis in (axes,) if isinstance(axes, str) else axes or ():
+                total //= sizes[axis]
+        return total
+
+    return sum(jax.tree.leaves(jax.tree.map(one, shapes, specs)))

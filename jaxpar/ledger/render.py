@@ -1,0 +1,77 @@
+"""A ledger as tables for people."""
+
+from __future__ import annotations
+
+from rich.console import Group, RenderableType
+from rich.text import Text
+
+from jaxpar.ledger.report import Ledger
+from jaxpar.presets import Preset
+from jaxpar.tables import human_bytes, table
+
+
+def render(ledger: Ledger, preset: Preset | None = None) -> Group:
+    """Traffic, FLOPs and memory of one rank in one step; `preset` adds what its device offers."""
+    parts: list[RenderableType] = [Text(_headline(ledger)), "", _traffic(ledger), "", _flops(ledger), ""]
+    parts += [_memory(ledger, preset), "", Text(_verdict(ledger))]
+    return Group(*parts)
+
+
+def _headline(ledger: Ledger) -> str:
+    step, mesh = ledger.step, ledger.step.plan.mesh
+    tokens = f"{_count(step.tokens, 'token')} each"
+    steps = f", the last of {ledger.steps} steps" if ledger.steps > 1 else ""
+    return (
+        f"{step.phase} on {mesh} ({_count(mesh.size, 'device')}), {step.plan.dtype}: "
+        f"{_count(ledger.batch, 'request')} as {step.lanes} on each of {_count(mesh.dp * mesh.ep, 'replica')}, "
+        f"{tokens}, {step.keys} keys{steps}; one rank, one step"
+    )
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}{'s' * (number != 1)}"
+
+
+def _traffic(ledger: Ledger) -> RenderableType:
+    rows = [
+        (
+            f"{row.sublayer}: {row.strategy}",
+            row.collective + (f" per {row.per}" if row.per else ""),
+            ",".join(row.axes),
+            row.calls,
+            human_bytes(row.message_bytes),
+            human_bytes(row.sent_bytes / row.calls),
+            human_bytes(row.sent_bytes),
+        )
+        for row in ledger.traffic
+    ]
+    rows.append(("total", "", "", sum(row.calls for row in ledger.traffic), "", "", human_bytes(ledger.sent_bytes)))
+    return table("Sent", ("strategy", "collective", "axes", "calls", "message", "sent a call", "sent"), rows, left=3)
+
+
+def _flops(ledger: Ledger) -> RenderableType:
+    rows = [(name, f"{count:.4g}") for name, count in ledger.flops.items()]
+    return table("FLOPs", ("sublayer", "FLOPs"), [*rows, ("total", f"{sum(ledger.flops.values()):.4g}")])
+
+
+def _memory(ledger: Ledger, preset: Preset | None) -> RenderableType:
+    ranks = ledger.step.plan.mesh.size
+    rows = [
+        ("weights", human_bytes(ledger.weight_bytes), human_bytes(ledger.weight_bytes * ranks)),
+        ("KV cache", human_bytes(ledger.cache_bytes), human_bytes(ledger.cache_bytes * ranks)),
+    ]
+    if ledger.compiled is not None:
+        name = f"temporaries ({ledger.compiled.backend} compiler)"
+        rows.append((name, human_bytes(ledger.compiled.temporary_bytes), ""))
+    if preset is not None:
+        rows.append((f"a {preset.device.kind} has", human_bytes(preset.device.memory_bytes), ""))
+    return table("Memory", ("", "one rank", "all ranks"), rows)
+
+
+def _verdict(ledger: Ledger) -> str:
+    lines = ledger.differences or ["Predicted by closed form = traced from the jaxpr: every call, byte and FLOP."]
+    if ledger.compiled is not None:
+        lines = lines + [f"XLA {change}" for change in ledger.compiled.changes]
+        if not ledger.compiled.changes:
+            lines = [*lines, "XLA added, merged and removed no collective."]
+    return "\n".join(lines)

@@ -1,0 +1,26 @@
+"""Plain tables and units, the same in every report."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rich.table import Table
+
+
+def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[object]], left: int = 1) -> Table:
+    """A plain table: the first `left` columns flush left, figures flush right."""
+    drawn = Table(title=title or None, title_justify="left", title_style="bold", box=None, pad_edge=False)
+    for index, column in enumerate(columns):
+        drawn.add_column(column, justify="left" if index < left else "right", no_wrap=True)
+    for row in rows:
+        drawn.add_row(*map(str, row))
+    return drawn
+
+
+def human_bytes(count: float) -> str:
+    """Bytes with a binary unit and three significant digits: 1048576 -> '1 MiB'."""
+    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
+        if abs(count) < 1024 or unit == "TiB":
+            return f"{count:.4g} {unit}"
+        count /= 1024
+    raise AssertionError("unreachable")
