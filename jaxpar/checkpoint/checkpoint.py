@@ -7,7 +7,7 @@ from functools import cached_property
 from pathlib import Path
 
 from jaxpar.checkpoint.config import ModelConfig
-from jaxpar.checkpoint.files import path_inside
+from jaxpar.checkpoint.files import one_line, path_inside
 from jaxpar.checkpoint.gguf_config import gguf_config
 from jaxpar.checkpoint.gguf_file import GgufFile
 from jaxpar.checkpoint.gguf_reader import GgufReader
@@ -32,14 +32,11 @@ class Checkpoint:
 
     @cached_property
     def tokenizer(self) -> Tokenizer | None:
-        """The tokenizer, or None if the model has none.
-
-        Raises:
-            CheckpointError: if there is one that cannot be read.
-        """
-        if self._gguf is not None:
-            return gguf_tokenizer(self._gguf)
-        return read_tokenizer(self.path) if self.path.is_dir() else None
+        """The tokenizer, or None if there is none that can be read: token ids need none."""
+        try:
+            return self._read_tokenizer()
+        except CheckpointError:  # said by `require_tokenizer`, where text is used
+            return None
 
     def require_reader(self) -> TensorReader:
         """The weights.
@@ -59,9 +56,15 @@ class Checkpoint:
         Raises:
             CheckpointError: if there is none, or it cannot be read.
         """
-        if self.tokenizer is None:
+        tokenizer = self.tokenizer or self._read_tokenizer()
+        if tokenizer is None:
             raise CheckpointError(f"{self.path} has no tokenizer; give token ids, or add the model's tokenizer.json")
-        return self.tokenizer
+        return tokenizer
+
+    def _read_tokenizer(self) -> Tokenizer | None:
+        if self._gguf is not None:
+            return gguf_tokenizer(self._gguf)
+        return read_tokenizer(self.path) if self.path.is_dir() else None
 
     def close(self) -> None:
         """Close the files of the weights."""
@@ -75,8 +78,13 @@ def open_checkpoint(path: Path) -> Checkpoint:
     Raises:
         CheckpointError: if there is no model that can be read, with what is wrong and the remedy.
     """
-    if path.is_dir():
-        return _open_directory(path)
+    try:
+        return _open_directory(path) if path.is_dir() else _open_file(path)
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {one_line(error)}") from error
+
+
+def _open_file(path: Path) -> Checkpoint:
     if not path.exists():
         raise CheckpointError(f"{path}: no such file or directory; {_WANTED}")
     if path.suffix == ".json":
@@ -87,7 +95,7 @@ def open_checkpoint(path: Path) -> Checkpoint:
     try:
         config = gguf_config(file)
     except CheckpointError:
-        file.file.close()
+        file.ranges.close()
         raise
     return Checkpoint(path, config, GgufReader(file, config), _gguf=file)
 

@@ -31,7 +31,7 @@ class ModelConfig:
     """A decoder's shapes and options, in Hugging Face's words.
 
     `windows[i]` is the sliding window of layer i in tokens (a query sees the `window` latest positions, itself
-    included), None where attention is full.
+    included), None where attention is full. `dtype` is the element type in which the weights are stored.
     """
 
     model_type: str

@@ -29,7 +29,7 @@ def read_gguf_config(path: Path) -> ModelConfig:
     try:
         return gguf_config(file)
     finally:
-        file.file.close()
+        file.ranges.close()
 
 
 def gguf_config(file: GgufFile) -> ModelConfig:
@@ -108,7 +108,7 @@ def _rope(file: GgufFile, fields: Fields, head_dim: int) -> RopeConfig:
             f"{file.path}: tensor {_ROPE_FACTORS} is {tensor.kind} of shape {tensor.shape}, expected F32 of shape "
             f"({head_dim // 2},)"
         )
-    stored = file.file.read_array(tensor.offset, tensor.shape, np.dtype(np.float32), ())
+    stored = file.ranges.read_array(tensor.offset, tensor.shape, np.dtype(np.float32), ())
     factor = float(stored.max())
     if not np.allclose(stored, _llama3_factors(theta, head_dim, factor), rtol=1e-4):
         raise CheckpointError(

@@ -70,12 +70,12 @@ class GgufFile:
 
     def __init__(self, path: Path) -> None:
         self.gguf = import_gguf(path)
-        self.file = ByteRanges(path)
+        self.ranges = ByteRanges(path)
         try:
-            cursor = _Cursor(self.file)
+            cursor = _Cursor(self.ranges)
             self.metadata, self.tensors = _parse(cursor, self.gguf)
         except CheckpointError:
-            self.file.close()
+            self.ranges.close()
             raise
         self.path = path
 

@@ -72,11 +72,11 @@ class GgufReader:
         (start, stop), *rest = bounds
         first, last = start // self._head_dim, -(-stop // self._head_dim)
         whole = self._read(tensor, [(first * self._head_dim, last * self._head_dim), *rest])
-        return unpermute(whole, last - first)[start - first * self._head_dim : stop - first * self._head_dim]
+        return unpermute(whole, self._head_dim)[start - first * self._head_dim : stop - first * self._head_dim]
 
     def close(self) -> None:
         """Close the file."""
-        self._file.file.close()
+        self._file.ranges.close()
 
     def _find(self, name: str) -> GgufTensor:
         if name not in self._tensors:
@@ -85,10 +85,10 @@ class GgufReader:
 
     def _read(self, tensor: GgufTensor, bounds: list[tuple[int, int]]) -> np.ndarray:
         """The values of `tensor` within `bounds`, in the order in which the file has them."""
-        file = self._file.file
+        ranges = self._file.ranges
         if tensor.kind in _PLAIN:
             index = tuple(slice(*bound) for bound in bounds)
-            return file.read_array(tensor.offset, tensor.shape, _PLAIN[tensor.kind], index)
+            return ranges.read_array(tensor.offset, tensor.shape, _PLAIN[tensor.kind], index)
         # As bytes, a row is its blocks one after another: the columns wanted are some of the blocks, cut to size.
         *outer, (start, stop) = bounds if len(bounds) > 1 else [(0, 1), *bounds]
         first, last = start // tensor.block_size, -(-stop // tensor.block_size)
@@ -96,19 +96,22 @@ class GgufReader:
         blocks = slice(first * tensor.block_bytes, last * tensor.block_bytes)
         byte_shape = (*(tensor.shape[:-1] or (1,)), tensor.row_bytes)
         result = np.empty([*(high - low for low, high in outer), stop - start], np.float32)
+        if result.size == 0:
+            return result.reshape([high - low for low, high in bounds])
         row_values = math.prod(result.shape[1:-1]) * (last - first) * tensor.block_size
-        rows = max(1, _CHUNK_VALUES // max(1, row_values))
+        rows = max(1, _CHUNK_VALUES // row_values)
         for done in range(0, len(result), rows):
             row = outer[0][0] + done
             chunk = (slice(row, min(row + rows, outer[0][1])), *(slice(*bound) for bound in outer[1:]), blocks)
-            stored = file.read_array(tensor.offset, byte_shape, np.dtype(np.uint8), chunk)
+            stored = ranges.read_array(tensor.offset, byte_shape, np.dtype(np.uint8), chunk)
             result[done : done + rows] = self._dequantize(tensor, stored)[..., columns]
         return result.reshape([high - low for low, high in bounds])
 
     def _dequantize(self, tensor: GgufTensor, stored: np.ndarray) -> np.ndarray:
         gguf = self._file.gguf
         try:
-            return gguf.dequantize(stored, gguf.GGMLQuantizationType[tensor.kind])
+            with np.errstate(all="ignore"):  # a scale that is not finite is the file's own
+                return gguf.dequantize(stored, gguf.GGMLQuantizationType[tensor.kind])
         except NotImplementedError as error:
             raise CheckpointError(
                 f"{self._file.path}: tensor {tensor.name} is {tensor.kind}, which the gguf library does not dequantize"
@@ -124,10 +127,10 @@ def hugging_face_name(name: str) -> str:
     return f"{_TOP[part]}.{kind}" if part in _TOP else name
 
 
-def unpermute(weight: np.ndarray, heads: int) -> np.ndarray:
-    """Rows of Q or K, heads x head_dim of them, from GGUF's order of rotary pairs to that of Hugging Face.
+def unpermute(weight: np.ndarray, head_dim: int) -> np.ndarray:
+    """Rows of Q or K, [heads * head_dim, ...], from GGUF's order of rotary pairs to that of Hugging Face.
 
     GGUF pairs neighbours (0, 1), (2, 3), ...; Hugging Face pairs (0, d/2), (1, d/2 + 1), ...
     """
-    pairs = weight.reshape(heads, -1, 2, *weight.shape[1:])
+    pairs = weight.reshape(len(weight) // head_dim, head_dim // 2, 2, *weight.shape[1:])
     return pairs.swapaxes(1, 2).reshape(weight.shape)

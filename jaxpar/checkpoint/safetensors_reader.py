@@ -94,8 +94,8 @@ class SafetensorsReader:
 
     def _open_shards(self, directory: Path, index: Path) -> dict[str, _Tensor]:
         weight_map = Fields(read_json(index), index).section("weight_map")
-        if weight_map is None or not all(type(file) is str for file in weight_map.values.values()):
-            raise CheckpointError(f"{index}: weight_map is missing or not an object of tensor names to file names")
+        if weight_map is None or not weight_map.values or not all(type(f) is str for f in weight_map.values.values()):
+            raise CheckpointError(f"{index}: weight_map is missing or empty, expected tensor names with file names")
         files: dict[str, dict[str, _Tensor]] = {}
         tensors = {}
         for name, file in weight_map.values.items():
