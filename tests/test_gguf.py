@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import sys
 from collections.abc import Callable
@@ -12,106 +11,12 @@ from typing import Any
 import gguf
 import numpy as np
 import pytest
-import tokenizers
+from gguf_file import HEAD_DIM, HEADS, HIDDEN, KV_HEADS, VOCABULARY, WIDTH, permute, stored, weights, write
 from hypothesis import given
 from hypothesis import strategies as st
-from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from jaxpar.checkpoint import ModelConfig, RopeConfig, open_checkpoint, read_gguf_config
 from jaxpar.errors import CheckpointError
-
-HIDDEN, HEADS, KV_HEADS, HEAD_DIM, WIDTH, VOCABULARY = 64, 4, 2, 16, 96, 300
-LAYER_NAMES = {
-    "attn_norm.weight": "input_layernorm.weight",
-    "attn_q.weight": "self_attn.q_proj.weight",
-    "attn_k.weight": "self_attn.k_proj.weight",
-    "attn_v.weight": "self_attn.v_proj.weight",
-    "attn_output.weight": "self_attn.o_proj.weight",
-    "ffn_norm.weight": "post_attention_layernorm.weight",
-    "ffn_gate.weight": "mlp.gate_proj.weight",
-    "ffn_up.weight": "mlp.up_proj.weight",
-    "ffn_down.weight": "mlp.down_proj.weight",
-}
-METADATA: dict[str, Any] = {
-    "llama.block_count": 1,
-    "llama.context_length": 128,
-    "llama.embedding_length": HIDDEN,
-    "llama.feed_forward_length": WIDTH,
-    "llama.attention.head_count": HEADS,
-    "llama.attention.head_count_kv": KV_HEADS,
-    "llama.attention.layer_norm_rms_epsilon": 1e-5,
-    "llama.rope.freq_base": 100000.0,
-    "llama.rope.dimension_count": HEAD_DIM,
-    "tokenizer.ggml.bos_token_id": 1,
-    "tokenizer.ggml.eos_token_id": 2,
-}
-TEXT = "the cat sat on the mat, then the 12 cats sat: naïve 日本 🙂 it's 1234!"
-
-
-def weights() -> dict[str, np.ndarray]:
-    """A dense llama under its Hugging Face names."""
-    shapes = {
-        "model.embed_tokens.weight": (VOCABULARY, HIDDEN),
-        "model.norm.weight": (HIDDEN,),
-        "model.layers.0.input_layernorm.weight": (HIDDEN,),
-        "model.layers.0.self_attn.q_proj.weight": (HEADS * HEAD_DIM, HIDDEN),
-        "model.layers.0.self_attn.k_proj.weight": (KV_HEADS * HEAD_DIM, HIDDEN),
-        "model.layers.0.self_attn.v_proj.weight": (KV_HEADS * HEAD_DIM, HIDDEN),
-        "model.layers.0.self_attn.o_proj.weight": (HIDDEN, HEADS * HEAD_DIM),
-        "model.layers.0.post_attention_layernorm.weight": (HIDDEN,),
-        "model.layers.0.mlp.gate_proj.weight": (WIDTH, HIDDEN),
-        "model.layers.0.mlp.up_proj.weight": (WIDTH, HIDDEN),
-        "model.layers.0.mlp.down_proj.weight": (HIDDEN, WIDTH),
-    }
-    draws = np.random.default_rng(0)
-    return {name: draws.standard_normal(shape, np.float32) for name, shape in shapes.items()}
-
-
-def permute(weight: np.ndarray, heads: int) -> np.ndarray:
-    """How llama.cpp's converter stores Q and K."""
-    return weight.reshape(heads, 2, len(weight) // heads // 2, *weight.shape[1:]).swapaxes(1, 2).reshape(weight.shape)
-
-
-def stored(tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """The same weights under GGUF's names and in its order of rows."""
-    names = {"token_embd.weight": "model.embed_tokens.weight", "output_norm.weight": "model.norm.weight"}
-    names |= {f"blk.0.{theirs}": f"model.layers.0.{ours}" for theirs, ours in LAYER_NAMES.items()}
-    result = {theirs: tensors[ours] for theirs, ours in names.items()}
-    result["blk.0.attn_q.weight"] = permute(result["blk.0.attn_q.weight"], HEADS)
-    result["blk.0.attn_k.weight"] = permute(result["blk.0.attn_k.weight"], KV_HEADS)
-    return result
-
-
-def write(
-    path: Path,
-    tensors: dict[str, np.ndarray],
-    kind: gguf.GGMLQuantizationType = gguf.GGMLQuantizationType.F32,
-    architecture: str = "llama",
-    **metadata: Any,
-) -> Path:
-    """A GGUF file; matrices are stored as `kind`. A key of the metadata set to None is left out."""
-    writer = gguf.GGUFWriter(path, architecture)
-    for key, value in (METADATA | metadata).items():
-        if isinstance(value, bool):
-            writer.add_bool(key, value)
-        elif isinstance(value, int):
-            writer.add_uint32(key, value)
-        elif isinstance(value, float):
-            writer.add_float32(key, value)
-        elif isinstance(value, str):
-            writer.add_string(key, value)
-        elif value is not None:
-            writer.add_array(key, value)
-    for name, tensor in tensors.items():
-        if tensor.ndim == 1:
-            writer.add_tensor(name, tensor)
-        else:
-            writer.add_tensor(name, gguf.quantize(tensor, kind), raw_dtype=kind)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return path
 
 
 def error_of(call: Callable[[], Any]) -> str:
@@ -328,101 +233,3 @@ def test_damage_anywhere_in_the_header_is_read_or_refused(
 def test_without_the_gguf_library_the_error_says_how_to_install_it(quantized: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(sys.modules, "gguf", None)
     assert "pip install 'jaxpar[gguf]'" in error_of(lambda: open_checkpoint(quantized))
-
-
-SMOLLM = [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
-
-
-@pytest.fixture(scope="module")
-def original() -> tokenizers.Tokenizer:
-    """A byte-level BPE as SmolLM2's tokenizer.json has it."""
-    tokenizer = tokenizers.Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(SMOLLM)
-    tokenizer.decoder = decoders.ByteLevel()
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
-    trainer = trainers.BpeTrainer(
-        vocab_size=VOCABULARY, special_tokens=special, initial_alphabet=alphabet, show_progress=False
-    )
-    tokenizer.train_from_iterator([TEXT] * 8, trainer)
-    return tokenizer
-
-
-def tokenizer_metadata(original: tokenizers.Tokenizer, **changes: Any) -> dict[str, Any]:
-    model = json.loads(original.to_str())["model"]
-    vocabulary = sorted(model["vocab"], key=model["vocab"].get)
-    return {
-        "tokenizer.ggml.model": "gpt2",
-        "tokenizer.ggml.pre": "smollm",
-        "tokenizer.ggml.tokens": vocabulary,
-        "tokenizer.ggml.token_type": [3 if token.startswith("<|") else 1 for token in vocabulary],
-        "tokenizer.ggml.merges": [" ".join(merge) for merge in model["merges"]],
-    } | {f"tokenizer.{key}": value for key, value in changes.items()}
-
-
-def test_text_gets_the_ids_of_the_original_tokenizer(tmp_path: Path, original: tokenizers.Tokenizer):
-    path = write(tmp_path / "m.gguf", stored(weights()), **tokenizer_metadata(original))
-    tokenizer = open_checkpoint(path).require_tokenizer()
-    for text in [TEXT, "cats 1234", "<|im_start|>user\n12<|im_end|>", "", " \n\n  x"]:
-        assert tokenizer.encode(text) == original.encode(text).ids
-        assert tokenizer.decode(tokenizer.encode(text), skip_special_tokens=False) == text
-    assert tokenizer.decode([1, *tokenizer.encode("the cat"), 2]) == "the cat"
-
-
-def test_digits_are_split_as_the_pre_tokenizer_says(tmp_path: Path, original: tokenizers.Tokenizer):
-    metadata = tokenizer_metadata(original)
-    metadata["tokenizer.ggml.tokens"] = [*metadata["tokenizer.ggml.tokens"][:-1], "12"]
-    metadata["tokenizer.ggml.merges"] = ["1 2"]
-    tokens = {}
-    for pre in ["smollm", "gpt-2", "llama-bpe"]:
-        metadata |= {"tokenizer.ggml.pre": pre, "tokenizer.ggml.add_bos_token": False}
-        tokenizer = open_checkpoint(write(tmp_path / "m.gguf", stored(weights()), **metadata)).require_tokenizer()
-        tokens[pre] = [tokenizer.decode([token]) for token in tokenizer.encode("121212")]
-    # llama-bpe splits 121|212, so that the second 12 lies over a border
-    assert tokens == {"smollm": list("121212"), "gpt-2": ["12"] * 3, "llama-bpe": ["12", "1", "2", "12"]}
-
-
-def test_begin_and_end_tokens_are_added_as_the_file_says(tmp_path: Path, original: tokenizers.Tokenizer):
-    plain = original.encode("the cat").ids
-    for flags, expected in [
-        ({}, plain),
-        ({"ggml.add_bos_token": True}, [1, *plain]),
-        ({"ggml.add_bos_token": True, "ggml.add_eos_token": True}, [1, *plain, 2]),
-    ]:
-        metadata = tokenizer_metadata(original, **flags)
-        tokenizer = open_checkpoint(write(tmp_path / "m.gguf", stored(weights()), **metadata)).require_tokenizer()
-        assert tokenizer.encode("the cat") == expected
-        assert tokenizer.encode("the cat", add_special_tokens=False) == plain
-
-
-def test_the_chat_template_is_the_file_s(tmp_path: Path, original: tokenizers.Tokenizer):
-    template = "{% for m in messages %}{{ bos_token + m['role'] + '\n' + m['content'] + eos_token }}{% endfor %}"
-    metadata = tokenizer_metadata(original, chat_template=template)
-    tokenizer = open_checkpoint(write(tmp_path / "m.gguf", stored(weights()), **metadata)).require_tokenizer()
-    chat = tokenizer.apply_chat_template([{"role": "user", "content": "hello"}])
-    assert chat == "<|im_start|>user\nhello<|im_end|>"
-
-
-@pytest.mark.parametrize(
-    ("change", "expected"),
-    [
-        ({"ggml.model": "llama"}, "tokenizer.ggml.model is 'llama', expected gpt2"),
-        ({"ggml.pre": "tekken"}, "tokenizer.ggml.pre is 'tekken', expected one of gpt-2, smollm, llama-bpe"),
-        ({"ggml.tokens": None}, "tokenizer.ggml.tokens is missing"),
-        ({"ggml.merges": ["zz top"]}, "tokenizer.ggml.merges do not fit the tokens"),
-        ({"ggml.token_type": [1]}, "tokenizer.ggml.token_type is [1], expected one entry for each"),
-        ({"ggml.bos_token_id": None, "ggml.add_bos_token": True}, "tokenizer.ggml.bos_token_id is missing"),
-        ({"chat_template": "{% if %}"}, "the chat template is not valid Jinja"),
-    ],
-)
-def test_a_tokenizer_that_is_not_read_is_refused_only_when_text_is_used(
-    tmp_path: Path, original: tokenizers.Tokenizer, change: dict[str, Any], expected: str
-):
-    path = write(tmp_path / "m.gguf", stored(weights()), **tokenizer_metadata(original, **change))
-    checkpoint = open_checkpoint(path)
-    assert checkpoint.tokenizer is None
-    assert expected in error_of(checkpoint.require_tokenizer)
-
-
-def test_a_file_without_a_tokenizer_still_takes_token_ids(quantized: Path):
-    assert open_checkpoint(quantized).tokenizer is None
