@@ -100,7 +100,8 @@ def _perturbed(
 
 def _sortable(x: jax.Array) -> jax.Array:
     """float32 -> uint32 in the same order; -0 and 0 are one value."""
-    bits = lax.bitcast_convert_type(x + 0.0, jnp.uint32)
+    # Not x + 0.0: XLA takes that for x.
+    bits = lax.bitcast_convert_type(jnp.where(x == 0, 0.0, x), jnp.uint32)
     return jnp.where(bits >> 31 == 1, ~bits, bits | jnp.uint32(1 << 31))
 
 
