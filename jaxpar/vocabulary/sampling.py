@@ -138,7 +138,7 @@ def gumbel_noise(seed: jax.Array, position: jax.Array, ids: jax.Array) -> jax.Ar
 
 
 def traffic(step: Step) -> list[Traffic]:
-    """Greedy: three all-reduces of B values and one of 2B... see `sample`; drawn: 16 more of [B, 15] and two of [B]."""
+    """Greedy: two all-reduces of [B] and one of [2, B]; drawn: two more of [B] and 16 of [B, 15]."""
     axes = step.plan.width
     if not axes or step.logits:
         return []
