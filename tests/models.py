@@ -1,0 +1,134 @@
+"""Models that several tests share: the oracles on meshes, and tiny checkpoints written on the spot."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from oracle_data import GGUF_ORACLES, ROOT
+from safetensors.numpy import save_file
+
+import jaxpar
+from jaxpar.engine.requests import SamplingParams
+from jaxpar.engine.session import Session
+from jaxpar.runner import Runner
+
+GREEDY = SamplingParams(ignore_eos=True)
+
+SMALL = {
+    "model_type": "llama",
+    "vocab_size": 101,
+    "hidden_size": 24,
+    "intermediate_size": 34,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 3,
+    "num_key_value_heads": 1,
+    "head_dim": 8,
+    "max_position_embeddings": 256,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 1e4,
+    "tie_word_embeddings": False,
+    "eos_token_id": 2,
+}
+"""One layer, so that programs compile in a moment; a vocabulary and a width that hardly any tp divides."""
+
+
+@cache
+def oracle_runner(name: str, mesh: str, **plan: Any) -> Runner:
+    """An oracle's model on a mesh; one for each process, with what it has compiled."""
+    return jaxpar.load(ROOT / name / "model.gguf" if name in GGUF_ORACLES else ROOT / name, mesh=mesh, **plan)
+
+
+def write_model(directory: Path, seed: int = 0, tensors: Mapping[str, np.ndarray] = {}, **config: Any) -> Path:
+    """Write SMALL, changed by `config`, with random weights; `tensors` replaces some of them."""
+    sizes = SMALL | config
+    rng = np.random.default_rng(seed)
+    weights = {
+        name: (1.2 / shape[-1] ** 0.5 * rng.standard_normal(shape)).astype(np.float32)
+        if len(shape) == 2
+        else np.ones(shape, np.float32)
+        for name, shape in _shapes(sizes)
+    }
+    directory.mkdir(parents=True, exist_ok=True)
+    (directory / "config.json").write_text(json.dumps(sizes))
+    save_file(weights | dict(tensors), directory / "model.safetensors")
+    return directory
+
+
+def _shapes(sizes: Mapping[str, Any]) -> Iterator[tuple[str, tuple[int, ...]]]:
+    hidden, width, head = sizes["hidden_size"], sizes["intermediate_size"], sizes["head_dim"]
+    queries, keys = sizes["num_attention_heads"] * head, sizes["num_key_value_heads"] * head
+    yield "model.embed_tokens.weight", (sizes["vocab_size"], hidden)
+    yield "model.norm.weight", (hidden,)
+    if not sizes["tie_word_embeddings"]:
+        yield "lm_head.weight", (sizes["vocab_size"], hidden)
+    for layer in range(sizes["num_hidden_layers"]):
+        name = f"model.layers.{layer}."
+        yield f"{name}input_layernorm.weight", (hidden,)
+        yield f"{name}post_attention_layernorm.weight", (hidden,)
+        yield f"{name}self_attn.q_proj.weight", (queries, hidden)
+        yield f"{name}self_attn.k_proj.weight", (keys, hidden)
+        yield f"{name}self_attn.v_proj.weight", (keys, hidden)
+        yield f"{name}self_attn.o_proj.weight", (hidden, queries)
+        yield f"{name}mlp.gate_proj.weight", (width, hidden)
+        yield f"{name}mlp.up_proj.weight", (width, hidden)
+        yield f"{name}mlp.down_proj.weight", (hidden, width)
+
+
+def open_session(
+    runner: Runner, prompts: Sequence[Sequence[int]], new_tokens: int, params: SamplingParams = GREEDY
+) -> Session:
+    """A session with room for `new_tokens` after each prompt."""
+    capacity = [len(prompt) + new_tokens for prompt in prompts]
+    return Session(runner.programs, runner.weights, prompts, capacity, params)
+
+
+def rank_logits(runner: Runner, prompts: Sequence[Sequence[int]]) -> Iterator[tuple[int, int, int, slice, np.ndarray]]:
+    """Prefill `prompts`, and give what every rank holds of their logits.
+
+    Yields (rank, request, offset, ids, logits): logits of the request's tokens from `offset` on, for the vocabulary
+    ids of the rank's slice; padded ids are cut off after it is checked that they are -inf.
+    """
+    session = open_session(runner, prompts, 0)
+    ranks = {device: rank for rank, device in enumerate(runner.programs.mesh.devices.flat)}
+    for chunk in session.prefill(logits=True):
+        logits = chunk.output.logits
+        for shard in logits.addressable_shards:
+            lanes, _, ids = (range(*s.indices(n)) for s, n in zip(shard.index, logits.shape, strict=True))
+            held, real = np.asarray(shard.data), max(runner.config.vocab_size - ids.start, 0)
+            assert np.isneginf(held[:, :, real:]).all()
+            for request, prompt in enumerate(prompts):
+                tokens = min(len(prompt) - chunk.offset, chunk.tokens)
+                if session.lane(request) in lanes and tokens > 0:
+                    mine = held[lanes.index(session.lane(request)), :tokens, :real]
+                    at = slice(ids.start, ids.start + mine.shape[1])
+                    yield ranks[shard.device], request, chunk.offset, at, mine
+
+
+def rank_tokens(
+    runner: Runner, prompts: Sequence[Sequence[int]], count: int, params: SamplingParams = GREEDY
+) -> list[dict[int, list[int]]]:
+    """Generate `count` tokens after each prompt: for each request what every rank of its replica chose."""
+    session = open_session(runner, prompts, count - 1, params)
+    ranks = {device: rank for rank, device in enumerate(runner.programs.mesh.devices.flat)}
+    chosen: list[dict[int, list[int]]] = [{} for _ in prompts]
+
+    def keep(tokens: jax.Array, requests: Sequence[int]) -> None:
+        for shard in tokens.addressable_shards:
+            lanes = range(*shard.index[0].indices(tokens.shape[0]))
+            for request in requests:
+                if session.lane(request) in lanes:
+                    token = int(np.asarray(shard.data)[lanes.index(session.lane(request))])
+                    chosen[request].setdefault(ranks[shard.device], []).append(token)
+
+    for chunk in session.prefill():
+        keep(chunk.output.token, chunk.ended)
+    for _ in range(count - 1):
+        latest = {request: next(iter(on_rank.values()))[-1] for request, on_rank in enumerate(chosen)}
+        keep(session.decode(latest).token, range(len(prompts)))
+    return chosen

@@ -1,0 +1,170 @@
+"""Collectives do what they say on rank-coded values, and are refused at trace time where they would count twice."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AbstractMesh, AxisType, Mesh
+from jax.sharding import PartitionSpec as P
+
+from jaxpar.collectives import all_max, all_min, all_sum, enter, gather_tokens, leave, scatter_sum, varying_axes
+from jaxpar.devices import ensure_devices, make_mesh
+from jaxpar.errors import PlanError
+from jaxpar.ledger.trace import count_collectives
+from jaxpar.mesh import AXES, MeshSpec
+from jaxpar.plan import Sublayer
+
+Local = Callable[[jax.Array], jax.Array]
+COLLECTIVES = [all_sum, all_max, all_min, scatter_sum, gather_tokens]
+
+
+def trace(body: Local, spec: P, out: P, spec_of_mesh: MeshSpec = MeshSpec(dp=2, tp=4)) -> jax.extend.core.ClosedJaxpr:
+    """The jaxpr of `body` on an [8, 8] array split as `spec` says; no device is needed."""
+    mesh = AbstractMesh(tuple(spec_of_mesh.sizes.values()), AXES, axis_types=(AxisType.Auto,) * len(AXES))
+    return jax.make_jaxpr(jax.shard_map(body, mesh=mesh, in_specs=spec, out_specs=out))(jnp.zeros((8, 8)))
+
+
+def refusal(body: Local, spec: P) -> str:
+    with pytest.raises(PlanError) as raised:
+        trace(body, spec, P())
+    return str(raised.value)
+
+
+def on_ranks(body: Local, mesh: str, out: P) -> np.ndarray:
+    """What every rank has after `body` of its rank-coded [4, 3]: entries 100 * rank, + 10 * row, + column."""
+    spec = MeshSpec.parse(mesh)
+    devices = make_mesh(spec, ensure_devices(spec))
+    x = 100.0 * np.arange(spec.size)[:, None, None] + 10.0 * np.arange(4)[:, None] + np.arange(3)
+    everywhere = P(spec.active(AXES))
+    program = jax.shard_map(lambda x: body(x[0]), mesh=devices, in_specs=everywhere, out_specs=out)
+    return np.asarray(jax.jit(program)(x.astype(np.float32)))
+
+
+# Values
+
+
+@pytest.mark.parametrize("mesh", ["dp=2,tp=4", "dp=4,tp=2"])
+def test_sums_and_maxima_run_within_each_group_of_the_named_axis(mesh: str) -> None:
+    spec = MeshSpec.parse(mesh)
+    codes = 100.0 * np.arange(8).reshape(spec.dp, spec.tp)
+    base = 10.0 * np.arange(4)[:, None] + np.arange(3)
+    total = on_ranks(lambda x: all_sum(x, ("tp",)), mesh, P("dp"))
+    np.testing.assert_array_equal(total.reshape(spec.dp, 4, 3), codes.sum(1)[:, None, None] + spec.tp * base)
+    top = on_ranks(lambda x: all_max(x, ("tp",)), mesh, P("dp"))
+    np.testing.assert_array_equal(top.reshape(spec.dp, 4, 3), codes.max(1)[:, None, None] + base)
+    low = on_ranks(lambda x: all_min(x, ("dp",)), mesh, P("tp"))
+    np.testing.assert_array_equal(low.reshape(spec.tp, 4, 3), codes.min(0)[:, None, None] + base)
+
+
+def test_a_sum_over_two_axes_is_over_all_their_ranks() -> None:
+    np.testing.assert_array_equal(
+        on_ranks(lambda x: all_sum(x, ("dp", "tp")), "dp=2,tp=4", P()),
+        2800 + 8 * (10.0 * np.arange(4)[:, None] + np.arange(3)),
+    )
+
+
+@pytest.mark.parametrize("mesh", ["dp=2,tp=4", "dp=4,tp=2"])
+def test_a_reduce_scatter_then_a_gather_is_the_sum(mesh: str) -> None:
+    summed = on_ranks(lambda x: all_sum(x, ("tp",)), mesh, P("dp"))
+    scattered = on_ranks(lambda x: scatter_sum(x, ("tp",)), mesh, P(("dp", "tp")))
+    np.testing.assert_array_equal(scattered, summed)
+
+
+def test_a_gather_lays_tokens_side_by_side_in_the_order_of_the_ranks() -> None:
+    # The type of a gather's result varies over tp still, so every rank's copy comes out.
+    gathered = on_ranks(lambda x: gather_tokens(x, ("tp",)), "dp=2,tp=4", P(("dp", "tp")))
+    rows = gathered.reshape(2, 4, 4, 4, 3)
+    for dp in range(2):
+        for tp in range(4):
+            np.testing.assert_array_equal(rows[dp, tp, :, 0, 0], 100.0 * (4 * dp + np.arange(4)))
+
+
+def test_a_sublayer_gathers_tokens_on_entering_and_scatters_their_sum_on_leaving() -> None:
+    split = Sublayer(gather=("tp",), sum=(), scatter=("tp",))
+    doubled = on_ranks(lambda x: leave(enter(x, split), split, all_sum), "tp=4", P("tp"))
+    # Four ranks gather the same tokens, and the sum of the four copies comes back.
+    np.testing.assert_array_equal(doubled, on_ranks(lambda x: 4 * x, "tp=4", P("tp")))
+
+
+def test_a_sublayer_whose_tokens_are_not_split_leaves_by_the_plans_all_reduce() -> None:
+    whole, used = Sublayer(gather=(), sum=("tp",), scatter=()), []
+
+    def all_reduce(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
+        used.append(axes)
+        return all_sum(x, axes)
+
+    left = on_ranks(lambda x: leave(enter(x, whole), whole, all_reduce), "tp=4", P())
+    np.testing.assert_array_equal(left, on_ranks(lambda x: all_sum(x, ("tp",)), "tp=4", P()))
+    assert set(used) == {("tp",)}
+
+
+# The check when a program is traced
+
+
+def test_over_no_axes_every_collective_is_the_identity_and_leaves_no_equation() -> None:
+    for collective in COLLECTIVES:
+        jaxpr = trace(lambda x, f=collective: f(x, ()), P("dp", "tp"), P("dp", "tp"))
+        assert count_collectives(jaxpr) == 0
+        x = jnp.arange(3.0)
+        assert collective(x, ()) is x
+
+
+@pytest.mark.parametrize("collective", COLLECTIVES)
+def test_a_collective_over_copies_is_refused_naming_the_axes(collective: Callable[..., jax.Array]) -> None:
+    said = refusal(lambda x: collective(x, ("dp", "tp")), P("dp"))
+    assert said == (
+        f"{collective.__name__} over dp, tp of an array that is the same on every rank of tp: "
+        "it would be counted more than once; reduce each partial sum once"
+    )
+
+
+def test_a_second_sum_of_a_finished_sum_is_refused() -> None:
+    assert "all_sum over tp of an array that is the same on every rank of tp" in refusal(
+        lambda x: all_sum(all_sum(x, ("tp",)), ("tp",)), P("dp", "tp")
+    )
+
+
+def test_a_reduce_scatter_of_a_finished_sum_is_refused() -> None:
+    assert "scatter_sum over tp of an array that is the same on every rank of tp" in refusal(
+        lambda x: scatter_sum(all_sum(x, ("tp",)), ("tp",)), P("dp", "tp")
+    )
+
+
+def test_a_gather_of_a_finished_sum_is_refused() -> None:
+    assert "gather_tokens over tp of an array that is the same on every rank of tp" in refusal(
+        lambda x: gather_tokens(all_sum(x, ("tp",)), ("tp",)), P("dp", "tp")
+    )
+
+
+def test_the_sum_of_replicated_states_is_refused_as_a_whole_though_one_axis_is_right() -> None:
+    assert "over dp, tp of an array that is the same on every rank of dp" in refusal(
+        lambda x: all_sum(x, ("dp", "tp")), P(None, "tp")
+    )
+
+
+def test_the_check_reads_the_type_and_so_follows_values_through_arithmetic() -> None:
+    seen = []
+
+    def body(x: jax.Array) -> jax.Array:
+        part = x @ x.T
+        seen.extend([varying_axes(part), varying_axes(all_sum(part, ("tp",)) + 1)])
+        return all_sum(part, ("tp",))
+
+    trace(body, P("dp", "tp"), P("dp"))
+    assert seen == [{"dp", "tp"}, {"dp"}]
+
+
+def test_an_axis_of_size_1_is_still_a_sum_that_the_text_holds_so_plans_must_not_name_it() -> None:
+    jaxpr = trace(lambda x: all_sum(x, ("tp",)), P("dp", "tp"), P("dp"), MeshSpec(dp=2))
+    assert count_collectives(jaxpr) == 1
+
+
+def test_a_mesh_of_devices_and_an_abstract_one_are_checked_alike() -> None:
+    spec = MeshSpec(tp=2)
+    mesh: Mesh = make_mesh(spec, ensure_devices(spec))
+    with pytest.raises(PlanError, match="all_sum over tp"):
+        jax.make_jaxpr(jax.shard_map(lambda x: all_sum(x, ("tp",)), mesh=mesh, in_specs=P(), out_specs=P()))(1.0)

@@ -1,0 +1,103 @@
+"""The plan says which axes carry what; it names nothing of size 1, and refuses what cannot run."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from jaxpar.errors import PlanError
+from jaxpar.mesh import AXES, MeshSpec
+from jaxpar.plan import PHASES, Plan, Sublayer
+from jaxpar.runner import make_plan
+
+SPECS = st.builds(MeshSpec, **{axis: st.integers(1, 3) for axis in AXES})
+FULL = Plan(MeshSpec(pp=2, dp=2, ep=2, cp=2, tp=2))
+
+
+def test_requests_are_split_over_dp_and_ep() -> None:
+    assert FULL.requests == ("dp", "ep")
+
+
+def test_tokens_are_split_over_cp_in_prefill_and_copied_over_it_in_decode() -> None:
+    assert FULL.tokens("prefill") == ("dp", "ep", "cp")
+    assert FULL.tokens("decode") == ("dp", "ep")
+
+
+def test_width_is_split_over_tp_layers_over_pp_and_pages_over_replicas_and_cp() -> None:
+    assert FULL.width == ("tp",)
+    assert FULL.stages == ("pp",)
+    assert FULL.pages == ("dp", "ep", "cp")
+
+
+def test_the_residual_stream_lies_where_its_tokens_do() -> None:
+    assert FULL.residual == {"prefill": ("dp", "ep", "cp"), "decode": ("dp", "ep")}
+
+
+def test_a_sublayer_enters_with_what_it_has_and_leaves_by_one_sum_over_tp() -> None:
+    for phase in PHASES:
+        assert Plan(MeshSpec(dp=2, tp=4)).sublayer(phase) == Sublayer(gather=(), sum=("tp",), scatter=())
+        assert Plan(MeshSpec(dp=8)).sublayer(phase) == Sublayer(gather=(), sum=(), scatter=())
+
+
+class SequenceParallel(Plan):
+    """The residual stream split over tp as well, which is a value of the plan."""
+
+    @property
+    def residual(self) -> dict[Any, tuple[str, ...]]:
+        return {phase: (*self.tokens(phase), *self.width) for phase in PHASES}
+
+
+def test_a_residual_stream_split_over_tp_turns_the_sum_into_a_gather_and_a_reduce_scatter() -> None:
+    plan = SequenceParallel(MeshSpec(dp=2, tp=4))
+    assert plan.sublayer("prefill") == Sublayer(gather=("tp",), sum=(), scatter=("tp",))
+
+
+@given(SPECS)
+def test_no_part_of_a_plan_names_an_axis_of_size_1(spec: MeshSpec) -> None:
+    plan = Plan(spec)
+    named = {*plan.requests, *plan.width, *plan.stages, *plan.pages}
+    for phase in PHASES:
+        sublayer = plan.sublayer(phase)
+        named |= {*plan.tokens(phase), *plan.residual[phase], *sublayer.gather, *sublayer.sum, *sublayer.scatter}
+    assert all(spec.sizes[axis] > 1 for axis in named)
+
+
+@given(SPECS)
+def test_partial_sums_leave_a_sublayer_over_the_width_and_nothing_else(spec: MeshSpec) -> None:
+    plan = Plan(spec)
+    for phase in PHASES:
+        sublayer = plan.sublayer(phase)
+        assert {*sublayer.sum, *sublayer.scatter} == set(plan.width)
+        assert not {*sublayer.sum} & {*sublayer.scatter}
+
+
+@pytest.mark.parametrize("axis", ["pp", "ep", "cp"])
+def test_running_with_an_axis_that_is_not_there_yet_is_refused_by_name(axis: str) -> None:
+    with pytest.raises(PlanError, match=f"^{axis}=2: running with {axis} > 1 is not there yet; use dp and tp"):
+        Plan(MeshSpec.from_sizes({axis: 2, "tp": 2})).check_runnable()
+
+
+def test_dp_and_tp_run_and_so_do_axes_of_size_1() -> None:
+    Plan(MeshSpec(pp=1, dp=3, ep=1, cp=1, tp=5)).check_runnable()
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"chunk": 0}, "chunk=0: it must be a whole number of at least 1"),
+        ({"chunk": 1.5}, "chunk=1.5: it must be a whole number of at least 1"),
+        ({"page_size": -4}, "page_size=-4: it must be a whole number of at least 1"),
+        ({"max_num_seqs": True}, "max_num_seqs=True: it must be a whole number of at least 1"),
+        ({"dtype": "int8"}, "dtype='int8' is unknown: use one of float32, bfloat16, float16"),
+        ({"experts_over": ("pp",)}, "experts_over=pp: name each of dp, ep, cp, tp at most once"),
+        ({"experts_over": ("ep", "ep")}, "experts_over=ep,ep: name each of dp, ep, cp, tp at most once"),
+        ({"pages": 4}, "a plan has no field 'pages': use experts_over, "),
+    ],
+)
+def test_a_value_that_no_plan_can_have_is_refused_with_the_remedy(fields: dict[str, Any], said: str) -> None:
+    with pytest.raises(PlanError) as raised:
+        make_plan(MeshSpec(), fields)
+    assert str(raised.value).startswith(said)

@@ -1,0 +1,175 @@
+"""Every registered strategy is counted: what its closed form predicts is what the programs hold, on any mesh.
+
+Programs are only traced, on abstract meshes: 64 ranks need no device.
+"""
+
+from __future__ import annotations
+
+import inspect
+from functools import cache
+from typing import Any
+
+import jax
+import pytest
+from jax.sharding import AbstractMesh, AxisType
+
+from jaxpar.checkpoint.config import ModelConfig, RopeConfig
+from jaxpar.errors import PlanError
+from jaxpar.ledger.trace import count_collectives, trace_traffic
+from jaxpar.ledger.traffic import Traffic, compare, merge
+from jaxpar.ledger.uniform import uniform_control_violations
+from jaxpar.mesh import AXES, MeshSpec
+from jaxpar.plan import PHASES, Phase, Plan
+from jaxpar.program import Programs
+from jaxpar.registry import STRATEGIES, chosen, find
+from jaxpar.strategies import Step, Strategy
+
+LAYERS = 3
+CONFIG = ModelConfig(
+    model_type="qwen3",
+    vocab_size=101,
+    hidden_size=24,
+    intermediate_size=34,
+    num_hidden_layers=LAYERS,
+    num_attention_heads=9,
+    num_key_value_heads=3,
+    head_dim=8,
+    max_position_embeddings=64,
+    rms_norm_eps=1e-6,
+    tie_word_embeddings=True,
+    rope=RopeConfig(),
+    windows=(None, 5, None),
+    qkv_bias=True,
+    o_bias=True,
+    mlp_bias=True,
+    qk_norm=True,
+)
+MESHES = ["tp=1", "dp=8", "tp=3", "dp=2,tp=4", "dp=4,tp=2", "dp=8,tp=8", "tp=64", "dp=64"]
+KINDS: dict[str, dict[str, bool]] = {"greedy": {}, "sampled": {"sampled": True}, "logits": {"logits": True}}
+PROGRAMS = [(mesh, phase, kind) for mesh in MESHES for phase in PHASES for kind in KINDS]
+
+
+def a_step(mesh: str, phase: Phase, kind: str, dtype: str = "float32") -> Step:
+    plan = Plan(MeshSpec.parse(mesh), page_size=4, dtype=dtype)
+    return Step(CONFIG, plan, phase, lanes=2, tokens=1 if phase == "decode" else 5, keys=12, **KINDS[kind])
+
+
+@cache
+def jaxpr(step: Step) -> jax.extend.core.ClosedJaxpr:
+    sizes = step.plan.mesh.sizes
+    mesh = AbstractMesh(tuple(sizes.values()), AXES, axis_types=(AxisType.Auto,) * len(AXES))
+    programs = Programs(step.config, step.plan, mesh)
+    program = programs.spmd(step.phase, step.logits, step.sampled)
+    return jax.make_jaxpr(program)(*programs.abstract_arguments(step, pages=8))
+
+
+def traced(step: Step) -> list[Traffic]:
+    return trace_traffic(jaxpr(step), step.plan.mesh.sizes)
+
+
+def predicted(step: Step) -> list[Traffic]:
+    return merge(row for strategy in chosen(step) for row in strategy.traffic(step))
+
+
+@pytest.mark.parametrize(("mesh", "phase", "kind"), PROGRAMS)
+def test_predicted_bytes_and_calls_are_the_traced_ones(mesh: str, phase: Phase, kind: str) -> None:
+    step = a_step(mesh, phase, kind)
+    assert compare(predicted(step), traced(step)) == []
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize(("mesh", "phase", "kind"), [p for p in PROGRAMS if p[0] in ("dp=2,tp=4", "dp=8,tp=8")])
+def test_predicted_bytes_and_calls_are_the_traced_ones_in_every_dtype(
+    mesh: str, phase: Phase, kind: str, dtype: str
+) -> None:
+    step = a_step(mesh, phase, kind, dtype)
+    assert compare(predicted(step), traced(step)) == []
+    half, full = (sum(row.sent_bytes for row in rows if row.sublayer != "sampling")
+                  for rows in (traced(step), traced(a_step(mesh, phase, kind))))  # fmt: skip
+    assert 2 * half == full
+
+
+@pytest.mark.parametrize(("mesh", "phase", "kind"), PROGRAMS)
+def test_a_layer_holds_exactly_two_all_reduces_and_only_the_embedding_and_sampling_add_to_them(
+    mesh: str, phase: Phase, kind: str
+) -> None:
+    step = a_step(mesh, phase, kind)
+    calls: dict[str, int] = {}
+    for row in traced(step):
+        assert (row.collective, row.axes, row.per) == ("all_reduce", ("tp",), "")
+        calls[row.sublayer] = calls.get(row.sublayer, 0) + row.calls
+    if step.plan.mesh.tp == 1:
+        assert calls == {}
+    else:
+        sampling = {"greedy": {"sampling": 3}, "sampled": {"sampling": 3 + 2 + 2 * 8}, "logits": {}}
+        assert calls == {"embedding": 1, "attention": LAYERS, "ffn": LAYERS, **sampling[kind]}
+
+
+def test_sampling_sends_counts_and_never_the_vocabulary() -> None:
+    # Two lanes: two maxima and two sums of [2], one sum of [2, 2], and 16 rounds of [2, 15], float32, over 4 ranks.
+    sent = sum(row.sent_bytes for row in traced(a_step("dp=2,tp=4", "decode", "sampled")) if row.sublayer == "sampling")
+    assert sent == (4 * 8 + 16 + 16 * 120) * 2 * 3 // 4
+
+
+@pytest.mark.parametrize(("mesh", "phase", "kind"), [p for p in PROGRAMS if "tp" not in p[0] or p[0] == "tp=1"])
+def test_one_device_and_replicas_alone_hold_no_collective_at_all(mesh: str, phase: Phase, kind: str) -> None:
+    assert count_collectives(jaxpr(a_step(mesh, phase, kind))) == 0
+
+
+@pytest.mark.parametrize(("mesh", "phase", "kind"), PROGRAMS)
+def test_no_collective_stands_where_ranks_may_part_ways(mesh: str, phase: Phase, kind: str) -> None:
+    step = a_step(mesh, phase, kind)
+    assert uniform_control_violations(jaxpr(step), step.plan.mesh.sizes) == []
+
+
+# The table itself
+
+
+def test_a_name_is_unique_within_its_sublayer() -> None:
+    assert len({(strategy.sublayer, strategy.name) for strategy in STRATEGIES}) == len(STRATEGIES)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES, ids=lambda strategy: f"{strategy.sublayer}:{strategy.name}")
+def test_a_strategy_is_a_module_with_the_function_its_closed_form_and_its_check(strategy: Strategy) -> None:
+    module: Any = inspect.getmodule(strategy.traffic)
+    assert strategy.module == module.__name__
+    assert module.__doc__.startswith(f"`{strategy.name}`")
+    assert (strategy.traffic, strategy.check) == (module.traffic, module.check)
+    assert set(strategy.axes) <= set(AXES)
+    assert bool(strategy.axes) == bool(strategy.collectives) or strategy.sublayer == "head"
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES, ids=lambda strategy: f"{strategy.sublayer}:{strategy.name}")
+def test_a_strategy_sends_by_the_collectives_and_over_the_axes_that_it_names(strategy: Strategy) -> None:
+    rows = strategy.traffic(a_step("dp=2,tp=3", "prefill", "sampled"))
+    assert {row.collective for row in rows} == set(strategy.collectives)
+    assert {axis for row in rows for axis in row.axes} == (set(strategy.axes) if rows else set())
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES, ids=lambda strategy: f"{strategy.sublayer}:{strategy.name}")
+def test_no_strategy_sends_anything_on_one_device(strategy: Strategy) -> None:
+    assert strategy.traffic(a_step("tp=1", "prefill", "sampled")) == []
+
+
+def test_a_step_runs_the_strategies_that_its_plan_names_in_the_order_of_the_forward_pass() -> None:
+    for phase in PHASES:
+        assert [strategy.sublayer for strategy in chosen(a_step("dp=2,tp=4", phase, "greedy"))] == [
+            "embedding",
+            f"{phase}_attention",
+            "all_reduce",
+            "head",
+            "sampling",
+        ]
+
+
+def test_an_unknown_strategy_is_refused_with_those_that_there_are() -> None:
+    with pytest.raises(PlanError, match="^all_reduce='tree' is not a strategy: use psum$"):
+        find("all_reduce", "tree")
+    with pytest.raises(PlanError, match="^prefill_attention='ring' is not a strategy: use local$"):
+        Programs(CONFIG, Plan(prefill_attention="ring"), AbstractMesh((1,) * 5, AXES))
+
+
+def test_a_strategy_refuses_a_step_that_it_cannot_run_with_the_reason() -> None:
+    step = Step(CONFIG, Plan(MeshSpec(cp=2)), "decode", lanes=2, tokens=1, keys=12)
+    with pytest.raises(PlanError, match="^attention 'local' sees the keys of its own rank only, and cp=2 splits them$"):
+        chosen(step)
