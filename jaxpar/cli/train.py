@@ -1,0 +1,146 @@
+"""`jaxpar train`: from a text file to a model directory."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from jaxpar.cli.options import Json, Mesh, Platform
+from jaxpar.cli.output import ERR, OUT, print_json, table
+from jaxpar.errors import RequestError
+
+if TYPE_CHECKING:
+    from jaxpar.checkpoint.config import ModelConfig
+    from jaxpar.train.loop import TrainReport
+
+
+def train(
+    text: Annotated[Path, typer.Option(metavar="FILE", help="UTF-8 text; form feeds separate documents.")],
+    out: Annotated[Path, typer.Option(metavar="DIR", help="Where the model goes, and checkpoints before it.")],
+    mesh: Mesh = "tp=1",
+    steps: Annotated[int, typer.Option(help="Steps of the optimizer.")] = 1000,
+    batch: Annotated[int, typer.Option(help="Sequences of a step, over all replicas.")] = 16,
+    length: Annotated[int, typer.Option(help="Tokens of a sequence.")] = 256,
+    hidden: Annotated[int, typer.Option(help="Width of the residual stream.")] = 192,
+    layers: Annotated[int, typer.Option(help="Decoder layers.")] = 6,
+    heads: Annotated[int, typer.Option(help="Query heads.")] = 8,
+    kv_heads: Annotated[int, typer.Option(help="Key and value heads.")] = 4,
+    ffn: Annotated[int, typer.Option(help="Width of the feed-forward network.")] = 512,
+    vocab: Annotated[int, typer.Option(help="Tokens of the BPE vocabulary that is learnt from the text.")] = 1024,
+    lr: Annotated[float, typer.Option(help="Highest learning rate, after the warm-up.")] = 0.003,
+    seed: Annotated[int, typer.Option(help="Of the first weights and of the order of the text.")] = 0,
+    checkpoint_every: Annotated[int, typer.Option(help="Steps between checkpoints and validation losses.")] = 100,
+    platform: Platform = None,
+    profile: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Record a profile of the run in this directory.")
+    ] = None,
+    json: Json = False,
+) -> None:
+    """Train a small llama model and its tokenizer on a text file, over dp and tp.
+
+    --out gets a Hugging Face directory (bfloat16), loss.json and, with matplotlib, loss.png. Run the same command again
+    after an interruption: it goes on from the last checkpoint, to the same losses.
+    """
+    from jaxpar.devices import ensure_devices, make_mesh
+    from jaxpar.plan import Plan
+    from jaxpar.presets import resolve_mesh
+    from jaxpar.profile import profiled, render, summarize
+    from jaxpar.train.checkpoint import CHECKPOINT_FILE
+    from jaxpar.train.curve import can_draw
+    from jaxpar.train.loop import train as run
+    from jaxpar.train.settings import TrainSettings
+
+    settings = TrainSettings(steps, batch, length, lr, seed, checkpoint_every)
+    config = _model_config(vocab, hidden, layers, heads, kv_heads, ffn, length)
+    spec, _ = resolve_mesh(mesh)
+    plan = Plan(mesh=spec)
+    plan.check_runnable()
+    devices = make_mesh(spec, ensure_devices(spec, platform))
+    columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.completed}/{task.total} steps"))
+    with Progress(
+        *columns, TimeElapsedColumn(), TimeRemainingColumn(), console=ERR, disable=not ERR.is_terminal, transient=True
+    ) as progress:
+        task = progress.add_task("training", total=steps)
+
+        def on_step(done: int, loss: float) -> None:
+            progress.update(task, completed=done, description=f"loss {loss:.3f}")
+
+        try:
+            with profiled(profile):
+                report = run(text, out, config, plan, devices, settings, on_step)
+        except KeyboardInterrupt:
+            if (out / CHECKPOINT_FILE).exists():
+                ERR.print("interrupted: the same command goes on from the last checkpoint", markup=False)
+            raise
+    if not can_draw():
+        ERR.print("loss.png was not drawn: it needs matplotlib (pip install 'jaxpar[plot]')", markup=False)
+    summary = summarize(profile) if profile else None
+    if json:
+        print_json(_document(report, out) | ({"profile": summary.to_json()} if summary else {}))
+        return
+    OUT.print(_table(report, out))
+    if summary:
+        OUT.print(render(summary))
+
+
+def _model_config(
+    vocab: int, hidden: int, layers: int, heads: int, kv_heads: int, ffn: int, length: int
+) -> ModelConfig:
+    from jaxpar.checkpoint.config import ModelConfig, RopeConfig
+    from jaxpar.train.tokenizer import BOS_ID, EOS_ID
+
+    sizes = {"hidden": hidden, "layers": layers, "heads": heads, "kv-heads": kv_heads, "ffn": ffn}
+    for name, size in sizes.items():
+        if size < 1:
+            raise RequestError(f"--{name} {size}: it must be at least 1")
+    if hidden % (2 * heads):
+        raise RequestError(f"--hidden {hidden} --heads {heads}: give an even number of values for each head")
+    if heads % kv_heads:
+        raise RequestError(f"--heads {heads} --kv-heads {kv_heads}: the first must be a multiple of the second")
+    return ModelConfig(
+        model_type="llama",
+        vocab_size=vocab,
+        hidden_size=hidden,
+        intermediate_size=ffn,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        head_dim=hidden // heads,
+        max_position_embeddings=length,
+        rms_norm_eps=1e-5,
+        tie_word_embeddings=True,
+        rope=RopeConfig(),
+        windows=(None,) * layers,
+        bos_token_id=BOS_ID,
+        eos_token_ids=(EOS_ID,),
+        dtype="bfloat16",
+    )
+
+
+def _document(report: TrainReport, out: Path) -> dict[str, Any]:
+    return {
+        "out": str(out),
+        "parameters": report.parameters,
+        "steps": len(report.losses),
+        "training_loss": report.losses[-1],
+        "validation_loss": report.validation[-1][1],
+        "bits_per_character": report.bits_per_character,
+        "seconds": report.seconds,
+        "tokens_per_second": report.tokens / report.seconds,
+    }
+
+
+def _table(report: TrainReport, out: Path) -> Any:
+    rows = [
+        ("parameters", f"{report.parameters:,}"),
+        ("steps", len(report.losses)),
+        ("loss of the last batch, nats a token", f"{report.losses[-1]:.3f}"),
+        ("validation loss, nats a token", f"{report.validation[-1][1]:.3f}"),
+        ("validation, bits a character", f"{report.bits_per_character:.3f}"),
+        ("tokens a second", f"{report.tokens / report.seconds:,.0f}"),
+        ("seconds", f"{report.seconds:.1f}"),
+    ]
+    return table(f"Trained {out}", ("", ""), rows)
