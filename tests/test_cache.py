@@ -135,7 +135,9 @@ def test_a_cache_holds_its_planes_for_every_slot_and_pages_for_every_replica() -
     cache = cache_shapes(PLANES, 10, Plan(MeshSpec(dp=2, tp=4), page_size=4, dtype="bfloat16"))
     assert len(cache.planes) == 3
     for slot in cache.planes:
-        assert {name: (x.shape, x.dtype) for name, x in slot.items()} == dict.fromkeys("kv", ((1, 8, 20, 4, 16), "bfloat16"))
+        assert {name: (x.shape, x.dtype) for name, x in slot.items()} == dict.fromkeys(
+            "kv", ((1, 8, 20, 4, 16), "bfloat16")
+        )
     assert (cache.positions.shape, cache.positions.dtype) == ((20, 4), "int32")
 
 

@@ -22,9 +22,9 @@ Local = Callable[[jax.Array], jax.Array]
 COLLECTIVES = [all_sum, all_max, all_min, scatter_sum, gather_tokens]
 
 
-def trace(body: Local, spec: P, out: P, spec_of_mesh: MeshSpec = MeshSpec(dp=2, tp=4)) -> jax.extend.core.ClosedJaxpr:
+def trace(body: Local, spec: P, out: P, sizes: str = "dp=2,tp=4") -> jax.extend.core.ClosedJaxpr:
     """The jaxpr of `body` on an [8, 8] array split as `spec` says; no device is needed."""
-    mesh = AbstractMesh(tuple(spec_of_mesh.sizes.values()), AXES, axis_types=(AxisType.Auto,) * len(AXES))
+    mesh = AbstractMesh(tuple(MeshSpec.parse(sizes).sizes.values()), AXES, axis_types=(AxisType.Auto,) * len(AXES))
     return jax.make_jaxpr(jax.shard_map(body, mesh=mesh, in_specs=spec, out_specs=out))(jnp.zeros((8, 8)))
 
 
@@ -159,7 +159,7 @@ def test_the_check_reads_the_type_and_so_follows_values_through_arithmetic() -> 
 
 
 def test_an_axis_of_size_1_is_still_a_sum_that_the_text_holds_so_plans_must_not_name_it() -> None:
-    jaxpr = trace(lambda x: all_sum(x, ("tp",)), P("dp", "tp"), P("dp"), MeshSpec(dp=2))
+    jaxpr = trace(lambda x: all_sum(x, ("tp",)), P("dp", "tp"), P("dp"), "dp=2")
     assert count_collectives(jaxpr) == 1
 
 

@@ -1,4 +1,4 @@
-"""How heads are dealt over tp: every head is somewhere, the ratio is kept, and copies and padding are as few as can be."""
+"""How heads are dealt over tp: every head is somewhere, the ratio is kept, copies and padding are as few as can be."""
 
 from __future__ import annotations
 

@@ -12,8 +12,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from models import oracle_runner, rank_logits, rank_tokens
 from oracle_data import GGUF_ORACLES, ORACLES, load_oracle
+from sample_models import oracle_runner, rank_logits, rank_tokens
 
 from jaxpar.attention.cache import Cache
 from jaxpar.engine import session

@@ -163,13 +163,15 @@ def test_a_step_runs_the_strategies_that_its_plan_names_in_the_order_of_the_forw
 
 
 def test_an_unknown_strategy_is_refused_with_those_that_there_are() -> None:
-    with pytest.raises(PlanError, match="^all_reduce='tree' is not a strategy: use psum$"):
+    with pytest.raises(PlanError, match=r"^all_reduce='tree' is not a strategy: use psum$"):
         find("all_reduce", "tree")
-    with pytest.raises(PlanError, match="^prefill_attention='ring' is not a strategy: use local$"):
+    with pytest.raises(PlanError, match=r"^prefill_attention='ring' is not a strategy: use local$"):
         Programs(CONFIG, Plan(prefill_attention="ring"), AbstractMesh((1,) * 5, AXES))
 
 
 def test_a_strategy_refuses_a_step_that_it_cannot_run_with_the_reason() -> None:
     step = Step(CONFIG, Plan(MeshSpec(cp=2)), "decode", lanes=2, tokens=1, keys=12)
-    with pytest.raises(PlanError, match="^attention 'local' sees the keys of its own rank only, and cp=2 splits them$"):
+    with pytest.raises(
+        PlanError, match=r"^attention 'local' sees the keys of its own rank only, and cp=2 splits them$"
+    ):
         chosen(step)
