@@ -13,13 +13,18 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-KEY_TILE = 1024
-"""Keys of one tile: the scores of a step never take more than queries x KEY_TILE."""
+from jaxpar.collectives.types import match_varying
+
+QUERY_TILE, KEY_TILE = 128, 128
+"""Queries and keys of one tile in prefill: its scores stay in a core's cache, and tiles that no query sees are skipped."""
+
+DECODE_KEY_TILE = 1024
+"""Keys of one tile when each request has a single query."""
 
 
-def tiled(keys: int) -> int:
-    """Keys that `attend` works on for a bag of `keys`: whole tiles, where there is more than one."""
-    return keys if keys <= KEY_TILE else -(-keys // KEY_TILE) * KEY_TILE
+def tile_sizes(queries: int, keys: int) -> tuple[int, int]:
+    """The tiles (queries, keys) that `attend` cuts its work into; a smaller problem is one tile of its own size."""
+    return min(queries, QUERY_TILE), min(keys, KEY_TILE if queries > 1 else DECODE_KEY_TILE)
 
 
 class Partial(NamedTuple):
@@ -60,7 +65,12 @@ def attend(
     window: int | None,
     scale: float,
 ) -> Partial:
-    """Attention of grouped queries over a bag of keys, in tiles of KEY_TILE keys.
+    """Attention of grouped queries over a bag of keys, tile by tile (FlashAttention, arXiv:2205.14135).
+
+             keys ->  | 128 | 128 | 128 | 128 |
+    queries  128      |  x  |     |     |     |      a tile is computed only where some query sees some key of it;
+             128      |  x  |  x  |     |     |      partials of a row of tiles merge from left to right
+             128      |  x  |  x  |  x  |     |
 
     Args:
         q: [K, B, T, G, d], the G query heads that share each of K KV heads.
@@ -73,22 +83,41 @@ def attend(
     Returns:
         Partial of [K, B, T, G, d].
     """
-    size = k.shape[2]
-    if size <= KEY_TILE:
+    heads, lanes, queries, group, size = q.shape
+    keys = k.shape[2]
+    q_tile, k_tile = tile_sizes(queries, keys)
+    if (q_tile, k_tile) == (queries, keys):
         return _attend_tile(q, k, v, q_positions, k_positions, window, scale)
-    pad, tiles = tiled(size) - size, tiled(size) // KEY_TILE
-    k, v = (lax.pad(x, jnp.zeros((), x.dtype), ((0, 0, 0), (0, 0, 0), (0, pad, 0), (0, 0, 0))) for x in (k, v))
-    k_positions = lax.pad(k_positions, jnp.int32(-1), ((0, 0, 0), (0, pad, 0)))
+    q, q_positions = _pad(q, 2, q_tile, 0), _pad(q_positions, 1, q_tile, -1)
+    k, v, k_positions = _pad(k, 2, k_tile, 0), _pad(v, 2, k_tile, 0), _pad(k_positions, 1, k_tile, -1)
+    shape = heads, lanes, q_tile, group
+    nothing = match_varying(jnp.zeros((*shape, size)), q, k, v), match_varying(jnp.full(shape, -jnp.inf), q, k, v)
 
-    def tile(start: jax.Array | int) -> Partial:
-        part = [lax.dynamic_slice_in_dim(x, start, KEY_TILE, axis=2) for x in (k, v)]
-        part_positions = lax.dynamic_slice_in_dim(k_positions, start, KEY_TILE, axis=1)
-        return _attend_tile(q, *part, q_positions, part_positions, window, scale)
+    def row(q_start: jax.Array) -> Partial:
+        q_part = lax.dynamic_slice_in_dim(q, q_start, q_tile, axis=2)
+        q_at = lax.dynamic_slice_in_dim(q_positions, q_start, q_tile, axis=1)
 
-    def body(done: Partial, start: jax.Array) -> tuple[Partial, None]:
-        return merge(done, tile(start)), None
+        def tile(done: Partial, k_start: jax.Array) -> tuple[Partial, None]:
+            k_part, v_part = (lax.dynamic_slice_in_dim(x, k_start, k_tile, axis=2) for x in (k, v))
+            k_at = lax.dynamic_slice_in_dim(k_positions, k_start, k_tile, axis=1)
 
-    return lax.scan(body, tile(0), jnp.arange(1, tiles, dtype=jnp.int32) * KEY_TILE)[0]
+            def compute(done: Partial) -> Partial:
+                return merge(done, _attend_tile(q_part, k_part, v_part, q_at, k_at, window, scale))
+
+            return lax.cond(visible(q_at, k_at, window).any(), compute, lambda done: done, done), None
+
+        return lax.scan(tile, Partial(*nothing), jnp.arange(0, k.shape[2], k_tile))[0]
+
+    out, lse = lax.map(row, jnp.arange(0, q.shape[2], q_tile))
+    # [tiles, K, B, q_tile, ...] -> [K, B, T, ...] without the padding.
+    out = jnp.moveaxis(out, 0, 2).reshape(heads, lanes, q.shape[2], group, size)[:, :, :queries]
+    return Partial(out, jnp.moveaxis(lse, 0, 2).reshape(heads, lanes, q.shape[2], group)[:, :, :queries])
+
+
+def _pad(x: jax.Array, axis: int, tile: int, value: int) -> jax.Array:
+    """Pad `axis` to whole tiles."""
+    widths = [(0, -x.shape[axis] % tile if dim == axis else 0, 0) for dim in range(x.ndim)]
+    return lax.pad(x, jnp.asarray(value, x.dtype), widths)
 
 
 def _attend_tile(

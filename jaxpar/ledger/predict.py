@@ -9,7 +9,7 @@ from typing import Any
 import jax
 from jax.sharding import PartitionSpec as P
 
-from jaxpar.attention.partial import tiled
+from jaxpar.attention.partial import tile_sizes
 from jaxpar.ledger.traffic import Traffic, merge
 from jaxpar.registry import chosen
 from jaxpar.strategies import Step
@@ -23,12 +23,14 @@ def predict_traffic(step: Step) -> list[Traffic]:
 def predict_flops(step: Step) -> dict[str, int]:
     """FLOPs of one rank by sublayer: matrix products, a multiply-add as two, padding included as it is computed.
 
-    Attention scores every key of the page table: masks hide keys, they do not skip them.
+    Attention counts every tile of the page table, as if none could be skipped: which are is known only when it runs.
     """
     config, heads, rows = step.config, step.heads, step.rows
     size, hidden, tp = config.head_dim, config.hidden_size, step.plan.mesh.tp
     projections = 2 * rows * hidden * size * (2 * heads.q_local + 2 * heads.kv_local)
-    scores = 4 * rows * tiled(step.keys) * heads.q_local * size
+    q_tile, k_tile = tile_sizes(step.tokens, step.keys)
+    tiles = -(-step.tokens // q_tile) * -(-step.keys // k_tile)
+    scores = 4 * step.lanes * tiles * q_tile * k_tile * heads.q_local * size
     ffn = 2 * rows * hidden * 3 * -(-config.intermediate_size // tp)
     tokens = rows if step.logits else step.lanes
     return {

@@ -64,7 +64,7 @@ class Attention(nnx.Module):
         q, k, v = heads[:, : kv * group], heads[:, kv * group : kv * group + kv], heads[:, kv * group + kv :]
         if self.q_norm is not None and self.k_norm is not None:
             q, k = rms_norm(q, self.q_norm[0], self.eps), rms_norm(k, self.k_norm[0], self.eps)
-        q, k = rotate(q, step.cos, step.sin), rotate(k, step.cos, step.sin)
+        q, k, v = (head.astype(x.dtype) for head in (rotate(q, step.cos, step.sin), rotate(k, step.cos, step.sin), v))
         lanes, tokens = step.positions.shape
         q = q.reshape(lanes, tokens, kv, group, size).transpose(2, 0, 1, 3, 4)
         new = {"k": k.reshape(lanes, tokens, kv, size), "v": v.reshape(lanes, tokens, kv, size)}

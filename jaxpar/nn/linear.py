@@ -11,13 +11,15 @@ from jaxpar.nn.weights import Weight
 
 
 def matmul(x: jax.Array, w: jax.Array) -> jax.Array:
-    """[T, I] times a weight [O, I] as checkpoints store it -> [T, O], accumulated in float32, in the dtype of `x`."""
-    out = lax.dot_general(x, w, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
-    return out.astype(x.dtype)
+    """[T, I] times a weight [O, I] as checkpoints store it -> [T, O] in float32."""
+    return lax.dot_general(x, w, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
 
 
 class ColumnParallel(nnx.Module):
-    """[T, I] -> [T, O/tp]: each rank holds rows of the weight. Input is the same on all ranks; nothing is sent."""
+    """[T, I] -> [T, O/tp]: each rank holds rows of the weight. Input is the same on all ranks; nothing is sent.
+
+    The result stays in float32: what follows is elementwise, and rounds once.
+    """
 
     def __init__(self, weight: Weight, bias: Weight | None) -> None:
         """Slot weights: `weight` [1, O/tp, I], `bias` [1, O/tp] in the local view."""
@@ -27,7 +29,7 @@ class ColumnParallel(nnx.Module):
     def __call__(self, x: jax.Array) -> jax.Array:
         """Project; the bias is split like the rows."""
         y = matmul(x, self.weight[0])
-        return y if self.bias is None else y + self.bias[0][None, :]
+        return y if self.bias is None else y + self.bias[0].astype(y.dtype)[None, :]
 
 
 class RowParallel(nnx.Module):
@@ -42,8 +44,8 @@ class RowParallel(nnx.Module):
         self.bias = bias
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        """The rank's partial result."""
-        return matmul(x, self.weight[0])
+        """The rank's partial result, in the dtype in which it is sent."""
+        return matmul(x, self.weight[0]).astype(x.dtype)
 
     def add_bias(self, y: jax.Array) -> jax.Array:
         """Add the bias to the finished sum."""
@@ -54,4 +56,4 @@ def rms_norm(x: jax.Array, scale: jax.Array, eps: float) -> jax.Array:
     """Root-mean-square norm over the last dimension, statistics in float32 (arXiv:1910.07467)."""
     wide = x.astype(jnp.float32)
     wide = wide * lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)
-    return wide.astype(x.dtype) * lax.expand_dims(scale, range(x.ndim - 1))
+    return (wide * lax.expand_dims(scale.astype(jnp.float32), range(x.ndim - 1))).astype(x.dtype)

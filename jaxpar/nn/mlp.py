@@ -44,4 +44,4 @@ class MLP(nnx.Module):
         """[T, D] -> a partial sum of [T, D] over tp."""
         both = self.gate_up(x)
         gate, up = both[:, : both.shape[1] // 2], both[:, both.shape[1] // 2 :]
-        return self.down(jax.nn.silu(gate) * up)
+        return self.down((jax.nn.silu(gate) * up).astype(x.dtype))
