@@ -16,6 +16,7 @@ from typing import NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from jaxpar.plan import Plan
@@ -136,15 +137,27 @@ class PagedStore:
         return {name: plane[None] for name, plane in written.items()}, bags
 
     def _write(self, plane: jax.Array, new: jax.Array) -> jax.Array:
-        lanes = new.shape[0]
-        index = self._token.reshape(lanes, -1, 1, 1)
-        picked = jnp.take_along_axis(new, index, axis=1).transpose(2, 0, 1, 3)
-        picked = picked.reshape(plane.shape[0], *self._token.shape, plane.shape[-1])
-        kept = plane.at[:, self._pages].get(mode="clip")
-        merged = jnp.where(self._is_new[None, ..., None], picked, kept)
-        return plane.at[:, self._pages].set(merged, mode="drop")
+        lanes, heads = new.shape[0], plane.shape[0]
+        picked = jnp.take_along_axis(new, self._token.reshape(lanes, -1, 1, 1), axis=1).transpose(2, 0, 1, 3)
+        picked = picked.reshape(heads, *self._token.shape, plane.shape[-1])
+        flat, pages = _flat(plane, self._pages)
+        merged = jnp.where(self._is_new[None, ..., None], picked, flat.at[pages].get(mode="clip"))
+        return flat.at[pages].set(merged, mode="drop").reshape(plane.shape)
 
     def _gather(self, plane: jax.Array) -> jax.Array:
-        bag = plane.at[:, self._table].get(mode="clip")
+        flat, pages = _flat(plane, self._table)
+        bag = flat.at[pages].get(mode="clip")
         heads, lanes, width, page_size, size = bag.shape
         return bag.reshape(heads, lanes, width * page_size, size)
+
+
+def _flat(plane: jax.Array, pages: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """A plane as [heads * pages, page_size, size], and ids [...] of its pages as rows of it, [heads, ...].
+
+    With one dimension of rows XLA gathers heads-first as asked; with two it would put them last and transpose.
+    An id that is no page becomes a row past the end.
+    """
+    heads, count, page_size, size = plane.shape
+    first = lax.expand_dims(jnp.arange(heads, dtype=jnp.int32) * count, range(1, pages.ndim + 1))
+    rows = jnp.where((pages >= 0) & (pages < count), pages, heads * count)[None]
+    return plane.reshape(heads * count, page_size, size), first + rows
