@@ -50,8 +50,8 @@ class Verification:
 
     @property
     def max_difference(self) -> float:
-        """Over all prompts and ranks."""
-        return max(result.max_difference for result in self.results)
+        """Over all prompts and ranks; NaN if it is NaN anywhere."""
+        return float(np.max([result.max_difference for result in self.results]))
 
     @property
     def passed(self) -> bool:
