@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -13,7 +13,8 @@ from jaxpar.checkpoint import Checkpoint, ModelConfig, open_checkpoint
 from jaxpar.checkpoint.load import load_weights
 from jaxpar.devices import ensure_devices, make_mesh
 from jaxpar.engine.generate import collect, stream_tokens
-from jaxpar.engine.requests import Completion, SamplingParams, Token, check_prompt
+from jaxpar.engine.prompts import Prompt, check_stop, encode_prompts
+from jaxpar.engine.requests import Completion, SamplingParams, Token
 from jaxpar.engine.session import Session
 from jaxpar.errors import PlanError, RequestError
 from jaxpar.mesh import MeshSpec
@@ -25,14 +26,15 @@ if TYPE_CHECKING:
     from jaxpar.ledger.report import Ledger
 
 MeshLike = str | os.PathLike[str] | Mapping[str, int] | MeshSpec | Preset
-Prompt = str | Sequence[int]
 
 
-def load(model: str | os.PathLike[str], mesh: MeshLike = "tp=1", platform: str | None = None, **plan: Any) -> Runner:
+def load(
+    model: str | os.PathLike[str] | Checkpoint, mesh: MeshLike = "tp=1", platform: str | None = None, **plan: Any
+) -> Runner:
     """Load a model onto a mesh.
 
     Args:
-        model: a Hugging Face model directory, a GGUF file, or a bundled model's name.
+        model: a Hugging Face model directory, a GGUF file, a bundled model's name, or a checkpoint that is open.
         mesh: axis sizes ("dp=2,tp=4"), a preset's name, the path of a mesh TOML, or a mapping of sizes.
         platform: "cpu", "gpu" or "tpu"; None takes the accelerator where there is one.
         plan: the other fields of `jaxpar.plan.Plan`. `dtype` is float32 on a CPU and bfloat16 on accelerators
@@ -41,12 +43,17 @@ def load(model: str | os.PathLike[str], mesh: MeshLike = "tp=1", platform: str |
     Raises:
         MeshError, PlanError, CheckpointError: naming what does not fit, before anything is compiled.
     """
-    checkpoint = open_checkpoint(model_dir(model))
+    checkpoint = model if isinstance(model, Checkpoint) else open_checkpoint(model_dir(model))
     reader = checkpoint.require_reader()
     spec, preset = resolve_mesh(mesh)
     if preset is not None:
         plan.setdefault("experts_over", preset.experts_over)
-    make_plan(spec, {"dtype": "float32", **plan}).check_runnable()
+    planned = make_plan(spec, {"dtype": "float32", **plan})
+    planned.check_runnable()
+    # Larger pages would hold nothing, and the cache is made of whole ones.
+    largest = max(checkpoint.config.max_position_embeddings, Plan.page_size)
+    if planned.page_size > largest:
+        raise PlanError(f"page_size={planned.page_size}: the model's context needs pages of at most {largest} tokens")
     devices = ensure_devices(spec, platform)
     plan.setdefault("dtype", "float32" if devices[0].platform == "cpu" else "bfloat16")
     programs = Programs(checkpoint.config, make_plan(spec, plan), make_mesh(spec, devices))
@@ -80,35 +87,21 @@ class Runner:
         """How it runs."""
         return self.programs.plan
 
-    def encode(self, prompts: Sequence[Prompt] | str, max_new_tokens: int = 0) -> list[list[int]]:
+    def encode(self, prompts: Iterable[Prompt] | str, max_new_tokens: int = 0) -> list[list[int]]:
         """Prompts, each text or token ids -> token ids, checked against the vocabulary and the context.
 
         Raises:
             RequestError: an empty prompt, an id outside the vocabulary, or more tokens than the context holds.
         """
-        if isinstance(prompts, str):
-            prompts = [prompts]
-        if not prompts:
-            raise RequestError("no prompt was given: pass at least one")
-        encoded = []
-        for index, prompt in enumerate(prompts):
-            if isinstance(prompt, str):
-                if not prompt:
-                    raise RequestError(f"prompt {index} is empty: give at least one character")
-                ids = self.checkpoint.require_tokenizer().encode(prompt)
-            else:
-                ids = [int(token) for token in prompt]
-            check_prompt(index, ids, self.config.vocab_size, max_new_tokens, self.config.max_position_embeddings)
-            encoded.append(ids)
-        return encoded
+        return encode_prompts(self.checkpoint, prompts, max_new_tokens)
 
     def logits(self, token_ids: Sequence[Sequence[int]] | np.ndarray) -> np.ndarray:
         """Logits of every position, through the prefill program: [B, S] ints -> [B, S, V] float32."""
-        rows = [list(map(int, row)) for row in token_ids]
-        if len({len(row) for row in rows}) > 1:
-            raise RequestError(f"token_ids has rows of {sorted({len(row) for row in rows})} tokens: give [B, S] ids")
-        prompts = self.encode(rows)
-        session = Session(self.programs, self.weights, prompts, [len(row) for row in rows], SamplingParams())
+        prompts = self.encode(token_ids)
+        lengths = [len(prompt) for prompt in prompts]
+        if len(set(lengths)) > 1:
+            raise RequestError(f"token_ids has rows of {sorted(set(lengths))} tokens: give [B, S] ids")
+        session = Session(self.programs, self.weights, prompts, lengths, SamplingParams())
         lanes = [session.lane(i) for i in range(len(prompts))]
         out = np.empty((len(prompts), len(prompts[0]), self.config.vocab_size), np.float32)
         for chunk in session.prefill(logits=True):
@@ -116,14 +109,14 @@ class Runner:
             part[:] = np.asarray(chunk.output.logits)[lanes, : part.shape[1], : part.shape[2]]
         return out
 
-    def stream(self, prompts: Sequence[Prompt] | str, **sampling: Any) -> Iterator[Token]:
+    def stream(self, prompts: Iterable[Prompt] | str, **sampling: Any) -> Iterator[Token]:
         """Generate, yielding each token as it comes; arguments as `generate`."""
         params = _sampling(sampling)
-        tokenizer = self.checkpoint.require_tokenizer() if params.stop else self.checkpoint.tokenizer
+        check_stop(self.checkpoint, params.stop)
         ids = self.encode(prompts, params.max_new_tokens)
-        return stream_tokens(self.programs, self.weights, ids, params, tokenizer)
+        return stream_tokens(self.programs, self.weights, ids, params, self.checkpoint.tokenizer)
 
-    def generate(self, prompts: Sequence[Prompt] | str, **sampling: Any) -> list[Completion]:
+    def generate(self, prompts: Iterable[Prompt] | str, **sampling: Any) -> list[Completion]:
         """Generate a completion for each prompt, each text or a list of token ids, of any lengths.
 
         Args:
@@ -134,8 +127,8 @@ class Runner:
         Raises:
             RequestError: a prompt or an option that cannot be served.
         """
-        count = 1 if isinstance(prompts, str) else len(prompts)
-        return collect(self.stream(prompts, **sampling), count)
+        prompts = [prompts] if isinstance(prompts, str) else list(prompts)
+        return collect(self.stream(prompts, **sampling), len(prompts))
 
     def ledger(self, phase: Phase = "decode", batch: int = 8, seq: int = 1024, **step: Any) -> Ledger:
         """What one step costs: bytes on every axis, FLOPs and memory of each rank.
@@ -157,6 +150,5 @@ def _sampling(fields: Mapping[str, Any]) -> SamplingParams:
         if name not in known:
             raise RequestError(f"no sampling option {name!r}: use {', '.join(known)}")
     stop = fields.get("stop", ())
-    return SamplingParams(**{**fields, "stop": (stop,) if isinstance(stop, str) else tuple(stop)})
-
-
+    several = isinstance(stop, Iterable) and not isinstance(stop, str)
+    return SamplingParams(**{**fields, "stop": tuple(stop) if several else (stop,)})

@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
+import numbers
 from dataclasses import dataclass
 from typing import Literal
 
 from jaxpar.errors import RequestError
 
 FinishReason = Literal["stop", "length"]
+
+MIN_TEMPERATURE, MAX_TEMPERATURE = 1e-6, 1e6
+"""Beyond these the choice is greedy, or uniform, in float32."""
+
+_KINDS: tuple[tuple[str, type, str], ...] = (
+    ("max_new_tokens", numbers.Integral, "a whole number"),
+    ("temperature", numbers.Real, "a number"),
+    ("top_k", numbers.Integral, "a whole number"),
+    ("top_p", numbers.Real, "a number"),
+    ("seed", numbers.Integral, "a whole number"),
+)
 
 
 @dataclass(frozen=True)
@@ -33,18 +43,28 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         """Refuse what cannot be served, before anything is compiled."""
+        for name, kind, wanted in _KINDS:
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, kind):
+                raise RequestError(f"{name}={value!r}: it must be {wanted}")
         if self.max_new_tokens < 1:
             raise RequestError(f"max_new_tokens={self.max_new_tokens}: ask for at least 1 token")
-        if not (self.temperature >= 0 and math.isfinite(self.temperature)):
-            raise RequestError(f"temperature={self.temperature}: it must be 0 (greedy) or above, and finite")
-        if self.top_k < 0:
-            raise RequestError(f"top_k={self.top_k}: it must be 0 (off) or the number of tokens to keep")
+        if self.temperature != 0 and not MIN_TEMPERATURE <= self.temperature <= MAX_TEMPERATURE:
+            raise RequestError(
+                f"temperature={self.temperature}: it must be 0 (greedy), or from {MIN_TEMPERATURE:g} to "
+                f"{MAX_TEMPERATURE:g}"
+            )
+        if not 0 <= self.top_k < 2**31:
+            raise RequestError(f"top_k={self.top_k}: it must be 0 (off), or how many of the likeliest tokens to keep")
         if not 0 < self.top_p <= 1:
             raise RequestError(f"top_p={self.top_p}: it must be above 0 and at most 1 (off)")
         if not 0 <= self.seed < 2**32:
             raise RequestError(f"seed={self.seed}: it must be from 0 to {2**32 - 1}")
-        if any(not stop for stop in self.stop):
-            raise RequestError("stop: an empty string would stop at once; leave it out")
+        for stop in self.stop:
+            if not isinstance(stop, str):
+                raise RequestError(f"stop: {stop!r} is not a text; give one text or a list of them")
+            if not stop:
+                raise RequestError("stop: an empty text would stop at once; leave it out")
 
 
 @dataclass(frozen=True)
@@ -74,17 +94,3 @@ class Completion:
     text: str
     logprobs: list[float]
     finish_reason: FinishReason
-
-
-def check_prompt(index: int, ids: Sequence[int], vocab_size: int, max_new_tokens: int, context: int) -> None:
-    """Refuse a prompt (of token ids) that the model cannot take, with the numbers."""
-    if not ids:
-        raise RequestError(f"prompt {index} is empty: give at least one token")
-    for token in ids:
-        if not 0 <= token < vocab_size:
-            raise RequestError(f"prompt {index}: token id {token} is outside the vocabulary (0 to {vocab_size - 1})")
-    if len(ids) + max_new_tokens > context:
-        raise RequestError(
-            f"prompt {index} has {len(ids)} tokens; with max_new_tokens={max_new_tokens} that is "
-            f"{len(ids) + max_new_tokens}, and the model's context is {context}: shorten one of them"
-        )

@@ -4,9 +4,9 @@
 prints it.
 """
 
-from jaxpar.profile.record import profiled
+from jaxpar.profile.record import check_writable, profiled
 from jaxpar.profile.render import render
 from jaxpar.profile.summary import DeviceTime, ProfileSummary, summarize
 from jaxpar.profile.trace import Collective
 
-__all__ = ["Collective", "DeviceTime", "ProfileSummary", "profiled", "render", "summarize"]
+__all__ = ["Collective", "DeviceTime", "ProfileSummary", "check_writable", "profiled", "render", "summarize"]

@@ -25,7 +25,7 @@ def profiled(directory: Path | None) -> Iterator[None]:
     if directory is None:
         yield
         return
-    _check_writable(directory)
+    check_writable(directory)
     options = jax.profiler.ProfileOptions()
     # Python's frames would be most of the trace, and recording them keeps the devices waiting.
     options.python_tracer_level = 0
@@ -42,8 +42,12 @@ def profiled(directory: Path | None) -> Iterator[None]:
             raise JaxparError(f"{directory}: the profile could not be written: {_first_line(error)}") from error
 
 
-def _check_writable(directory: Path) -> None:
-    """Try it: JAX finds out only when the work is done, and 0.10 then takes no further profile in that process."""
+def check_writable(directory: Path) -> None:
+    """Make the directory and try it; JAX finds out only when the work is done, and 0.10 then takes no profile again.
+
+    Raises:
+        JaxparError: it cannot be made or written.
+    """
     try:
         directory.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=directory):
