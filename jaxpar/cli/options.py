@@ -1,0 +1,32 @@
+"""Options that several commands share, so that one name means the same everywhere."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+Model = Annotated[str, typer.Argument(metavar="MODEL", help="Model directory, GGUF file, or a bundled model's name.")]
+Mesh = Annotated[str, typer.Option(help='Axis sizes ("dp=2,tp=4"), a preset\'s name, or the path of a mesh TOML.')]
+Platform = Annotated[str | None, typer.Option(help="cpu, gpu or tpu; default: an accelerator where there is one.")]
+Dtype = Annotated[
+    str | None, typer.Option(help="float32, bfloat16 or float16; default: float32 on a CPU, else bfloat16.")
+]
+Chunk = Annotated[int, typer.Option(help="Most tokens of a prompt that one prefill step takes.")]
+PageSize = Annotated[int, typer.Option(help="Tokens of a KV cache page.")]
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON document.")]
+
+Prompts = Annotated[list[str] | None, typer.Option("--prompt", metavar="TEXT", help="A prompt; repeat it for several.")]
+PromptFile = Annotated[
+    Path | None, typer.Option(help='One prompt a line; in a .jsonl file, {"prompt": "..."} a line.', metavar="FILE")
+]
+TokenIds = Annotated[
+    list[str] | None,
+    typer.Option("--token-ids", metavar="IDS", help='A prompt as token ids, "1,2,3"; repeat it for several.'),
+]
+
+
+def plan_fields(**fields: Any) -> dict[str, Any]:
+    """Those that were given: `load` knows the defaults of the others."""
+    return {name: value for name, value in fields.items() if value is not None}

@@ -1,0 +1,133 @@
+"""`jaxpar verify`: a model on a mesh against the same model on one device."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Group
+
+from jaxpar.cli.options import (
+    Chunk,
+    Dtype,
+    Json,
+    Mesh,
+    Model,
+    PageSize,
+    Platform,
+    PromptFile,
+    Prompts,
+    TokenIds,
+    plan_fields,
+)
+from jaxpar.cli.output import OUT, print_json, progress, table
+from jaxpar.cli.prompts import builtin_prompts, read_prompts
+from jaxpar.errors import RequestError
+
+if TYPE_CHECKING:
+    from jaxpar.checkpoint import Checkpoint
+    from jaxpar.mesh import MeshSpec
+    from jaxpar.presets import Preset
+    from jaxpar.runner import Runner
+    from jaxpar.verify import Verification
+
+RESULT_COLUMNS = ("max |difference|", "logits compared", "wrong tokens", "ties")
+
+
+def verify(
+    model: Model,
+    mesh: Mesh,
+    prompt: Prompts = None,
+    prompt_file: PromptFile = None,
+    token_ids: TokenIds = None,
+    max_new_tokens: Annotated[int, typer.Option(help="Greedy tokens to compare after each prompt.")] = 8,
+    tolerance: Annotated[
+        float | None, typer.Option(help="On logits; default: 1e-4 in float32, 0.25 in bfloat16, 0.03 in float16.")
+    ] = None,
+    dtype: Dtype = None,
+    chunk: Chunk = 512,
+    page_size: PageSize = 16,
+    platform: Platform = None,
+    json: Json = False,
+) -> None:
+    """Compare a model on a mesh with one device, rank by rank.
+
+    Every logit of prefill and decode and every greedy token is compared. Without prompts, some of awkward lengths are
+    made from the vocabulary. Exit status 1 if anything differs.
+    """
+    from jaxpar.assets import model_dir
+    from jaxpar.checkpoint import open_checkpoint
+    from jaxpar.engine.prompts import encode_prompts
+    from jaxpar.engine.requests import SamplingParams
+    from jaxpar.presets import resolve_mesh
+
+    SamplingParams(max_new_tokens)
+    if tolerance is not None and not 0 <= tolerance < math.inf:
+        raise RequestError(f"tolerance={tolerance}: it must be 0 or above, and finite")
+    spec, preset = resolve_mesh(mesh)
+    prompts = read_prompts(prompt, prompt_file, token_ids)
+    checkpoint = open_checkpoint(model_dir(model))
+    checkpoint.require_reader()
+    # Each replica gets one at least: a rank without a prompt proves nothing.
+    prompts = prompts or builtin_prompts(checkpoint.config, max(4, spec.dp * spec.ep), max_new_tokens)
+    ids = encode_prompts(checkpoint, prompts, max_new_tokens)
+    plan = plan_fields(dtype=dtype, chunk=chunk, page_size=page_size)
+
+    with progress(f"Loading {model}") as status:
+        from jaxpar.verify import verify as compare
+
+        runner, single = load_both(checkpoint, preset or spec, platform, plan)
+        ready = (runner.programs, runner.weights), (single.programs, single.weights)
+        verification = compare(*ready, ids, max_new_tokens, tolerance, status.say)
+    if json:
+        document = {"model": model, "mesh": spec.sizes, "dtype": runner.plan.dtype, "prompts": ids}
+        print_json(document | verification_json(verification))
+    else:
+        OUT.print(render(verification, runner, ids), markup=False)
+    raise typer.Exit(0 if verification.passed else 1)
+
+
+def load_both(
+    checkpoint: Checkpoint, mesh: MeshSpec | Preset, platform: str | None, plan: dict[str, Any]
+) -> tuple[Runner, Runner]:
+    """The model on the mesh and, with the same plan otherwise, on its first device."""
+    from jaxpar.runner import load
+
+    # The larger mesh comes first: it decides how many devices are faked.
+    runner = load(checkpoint, mesh, platform, **plan)
+    return runner, load(checkpoint, "tp=1", platform, **plan | {"dtype": runner.plan.dtype})
+
+
+def verification_json(verification: Verification) -> dict[str, Any]:
+    """Every result, and what they come to, as JSON types."""
+    return asdict(verification) | {"max_difference": verification.max_difference, "passed": verification.passed}
+
+
+def render(verification: Verification, runner: Runner, prompts: Sequence[Sequence[int]]) -> Group:
+    """A row for every prompt and rank, and the verdict."""
+    rows = [
+        (r.prompt, len(prompts[r.prompt]), r.rank, f"{r.max_difference:.2e}", r.compared, r.wrong_tokens, r.ties)
+        for r in verification.results
+    ]
+    return Group(
+        table("", ("prompt", "tokens", "rank", *RESULT_COLUMNS), rows, left=0), "", verdict(verification, runner)
+    )
+
+
+def verdict(verification: Verification, runner: Runner) -> str:
+    """What the results come to, in a sentence."""
+    ranks = len({result.rank for result in verification.results})
+    tokens = sum(map(len, verification.tokens))
+    ties = sum(result.ties for result in verification.results)
+    idle = runner.plan.mesh.size - ranks
+    return (
+        f"{'PASSED' if verification.passed else 'FAILED'}: {runner.plan.mesh} against one device in "
+        f"{runner.plan.dtype}, {tokens} tokens on {ranks} rank{'s' * (ranks > 1)}"
+        + (f" ({idle} idle: fewer prompts than replicas)" if idle else "")
+        + f"; logits differ by at most {verification.max_difference:.2e} (tolerance {verification.tolerance:g}), "
+        f"{sum(result.wrong_tokens for result in verification.results)} wrong tokens, {ties} ties, "
+        f"smallest margin {verification.margin:.2e}"
+    )
