@@ -21,8 +21,8 @@ def train(
     text: Annotated[Path, typer.Option(metavar="FILE", help="UTF-8 text; form feeds separate documents.")],
     out: Annotated[Path, typer.Option(metavar="DIR", help="Where the model goes, and checkpoints before it.")],
     mesh: Mesh = "tp=1",
-    steps: Annotated[int, typer.Option(help="Steps of the optimizer.")] = 1000,
-    batch: Annotated[int, typer.Option(help="Sequences of a step, over all replicas.")] = 16,
+    steps: Annotated[int, typer.Option(help="Steps of the optimizer.")] = 1600,
+    batch: Annotated[int, typer.Option(help="Sequences of a step, over all replicas.")] = 8,
     length: Annotated[int, typer.Option(help="Tokens of a sequence.")] = 256,
     hidden: Annotated[int, typer.Option(help="Width of the residual stream.")] = 192,
     layers: Annotated[int, typer.Option(help="Decoder layers.")] = 6,
@@ -30,9 +30,9 @@ def train(
     kv_heads: Annotated[int, typer.Option(help="Key and value heads.")] = 4,
     ffn: Annotated[int, typer.Option(help="Width of the feed-forward network.")] = 512,
     vocab: Annotated[int, typer.Option(help="Tokens of the BPE vocabulary that is learnt from the text.")] = 1024,
-    lr: Annotated[float, typer.Option(help="Highest learning rate, after the warm-up.")] = 0.003,
+    lr: Annotated[float, typer.Option(help="Highest learning rate, after the warm-up.")] = 0.002,
     seed: Annotated[int, typer.Option(help="Of the first weights and of the order of the text.")] = 0,
-    checkpoint_every: Annotated[int, typer.Option(help="Steps between checkpoints and validation losses.")] = 100,
+    checkpoint_every: Annotated[int, typer.Option(help="Steps between checkpoints and validation losses.")] = 200,
     platform: Platform = None,
     profile: Annotated[
         Path | None, typer.Option(metavar="DIR", help="Record a profile of the run in this directory.")

@@ -31,6 +31,6 @@ class TrainSettings:
             if getattr(self, name) < 1:
                 raise RequestError(f"{name}={getattr(self, name)}: it must be at least 1")
         if not 0 < self.learning_rate < 1:
-            raise RequestError(f"learning_rate={self.learning_rate}: it must be above 0 and below 1, such as 0.003")
+            raise RequestError(f"learning_rate={self.learning_rate}: it must be above 0 and below 1, such as 0.002")
         if not 0 <= self.seed < 2**32:
             raise RequestError(f"seed={self.seed}: it must be from 0 to {2**32 - 1}")

@@ -1,10 +1,11 @@
-"""The training step: the modules of inference, run once more, differentiated, in one `shard_map` over dp and tp.
+"""The training step: the modules of inference, differentiated, in one `shard_map` over dp and tp.
 
     tokens [B, T+1] over dp -> loss -> each rank's gradients -> summed over the axes of each weight's copies -> AdamW
 
 The optimizer runs inside: its state is laid out like the weights, so an update is local, and the type check shows that
-replicated weights stay equal on all ranks. Gradients of activations are summed where an activation enters a sublayer
-that is split over tp (Megatron-LM's f): JAX transposes the cast to varying into that sum.
+replicated weights stay equal on all ranks. The residual stream is one copy a rank: where a sublayer's finished sum
+joins it, JAX casts the sum to varying, and transposes that cast into a sum of its gradient over tp. So there are two
+all-reduces a layer backward as there are forward (Megatron-LM's f and g).
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from jaxpar.plan import Plan
 from jaxpar.program import Programs, Weights
 from jaxpar.registry import find
 from jaxpar.strategies import Step
+from jaxpar.train.attention import attend_whole
 from jaxpar.train.gradients import replicated_axes, sum_gradients, to_varying
 from jaxpar.train.loss import cross_entropy, mean_loss
 from jaxpar.train.optimizer import Optimizer
@@ -59,9 +61,8 @@ class TrainPrograms:
         if settings.batch % replicas:
             raise PlanError(f"batch={settings.batch} does not split over dp={replicas}: use a multiple of {replicas}")
         self._shape = Step(config, plan, "prefill", settings.batch // replicas, settings.length, settings.length)
-        self._attention = find("prefill_attention", plan.prefill_attention)
         self._all_reduce = find("all_reduce", plan.all_reduce)
-        self._forward = (find("embedding", "vocab_parallel"), self._attention, self._all_reduce)
+        self._forward = (find("embedding", "vocab_parallel"), self._all_reduce)
         self._once = (find("loss", "vocab_parallel"), find("gradient", "psum"))
         for strategy in (*self._forward, *self._once):
             problem = strategy.check(self._shape)
@@ -120,8 +121,8 @@ class TrainPrograms:
         inputs, targets = tokens[:, :-1], tokens[:, 1:]
         positions = jnp.broadcast_to(jnp.arange(inputs.shape[1], dtype=jnp.int32)[None, :], inputs.shape)
         cos, sin = angles(positions.reshape(-1), config.rope, config.head_dim)
-        store, attention, all_reduce = ChunkOnly(positions), self._attention.run, self._all_reduce.run
-        step = StepContext(plan, "prefill", positions, cos, sin, store, attention, all_reduce)
+        store, all_reduce = ChunkOnly(positions), self._all_reduce.run
+        step = StepContext(plan, "prefill", positions, cos, sin, store, attend_whole, all_reduce)
         x = embed(inputs.reshape(-1), model.embedding[...], plan.width)
         with jax.named_scope("embedding:vocab_parallel"):
             # The residual stream is one copy a rank from here on, so that every sum of its gradient has its scope.

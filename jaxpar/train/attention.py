@@ -1,0 +1,32 @@
+"""Attention over whole sequences, as training wants it: all scores at once, and few operations to differentiate.
+
+The tiles of `attention.partial` save work and memory in prefill; differentiated, each of their merges would be kept.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jaxpar.attention.partial import visible
+
+
+def attend_whole(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    q_positions: jax.Array,
+    k_positions: jax.Array,
+    window: int | None,
+    scale: float,
+) -> jax.Array:
+    """Attention of every query over its sequence; each sees a key, itself at least. Shapes as `partial.attend`."""
+    heads, lanes, tokens, group, size = q.shape
+    rows = q.reshape(heads, lanes, tokens * group, size)
+    batch = ((0, 1), (0, 1))
+    scores = lax.dot_general(rows, k, (((3,), (3,)), batch), preferred_element_type=jnp.float32) * scale
+    mask = jnp.repeat(visible(q_positions, k_positions, window), group, axis=1)[None]
+    weights = jax.nn.softmax(jnp.where(mask, scores, -jnp.inf), axis=-1)
+    out = lax.dot_general(weights, v, (((3,), (2,)), batch), preferred_element_type=jnp.float32)
+    return out.reshape(q.shape)
