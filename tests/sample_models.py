@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
@@ -10,8 +11,10 @@ from typing import Any
 
 import jax
 import numpy as np
+import tokenizers
 from oracle_data import GGUF_ORACLES, ROOT
 from safetensors.numpy import save_file
+from tokenizers import decoders, pre_tokenizers
 
 import jaxpar
 from jaxpar.engine.requests import SamplingParams
@@ -132,3 +135,39 @@ def rank_tokens(
         latest = {request: next(iter(on_rank.values()))[-1] for request, on_rank in enumerate(chosen)}
         keep(session.decode(latest).token, range(len(prompts)))
     return chosen
+
+
+END = 256
+"""The end token of `write_script`'s tokenizer."""
+
+
+def write_script(directory: Path, script: Sequence[int], **config: Any) -> Path:
+    """Write a model that says `script`: each of its tokens is followed by the next one.
+
+    Attention and FFN are zero, embeddings are one-hot, and the head maps a token to its successor. Tokens 0 to 255 are
+    bytes and END the end of a text, as its tokenizer has it; a token must not occur twice.
+    """
+    vocab = END + 1
+    head = np.zeros((vocab, vocab), np.float32)
+    for token, following in itertools.pairwise(script):
+        head[following, token] = 1.0
+    sizes = {"vocab_size": vocab, "hidden_size": vocab, "eos_token_id": END} | config
+    zeros = {name: np.zeros(shape, np.float32) for name, shape in _shapes(SMALL | sizes) if "proj" in name}
+    tensors = zeros | {"model.embed_tokens.weight": np.eye(vocab, dtype=np.float32), "lm_head.weight": head}
+    _byte_tokenizer().save(str(write_model(directory, tensors=tensors, **sizes) / "tokenizer.json"))
+    return directory
+
+
+def _byte_tokenizer() -> tokenizers.Tokenizer:
+    """Token i is byte i, END is special."""
+    characters = pre_tokenizers.ByteLevel.alphabet()
+    # In byte-level BPE printable bytes stand for themselves and the others, in order, for characters from 256 on.
+    printable = [byte for byte in range(256) if chr(byte) in characters]
+    others = iter(range(256, 512))
+    vocab = {chr(byte if byte in printable else next(others)): byte for byte in range(256)}
+    assert set(vocab) == set(characters)
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=vocab, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([tokenizers.AddedToken("<end>", special=True)])
+    return tokenizer
