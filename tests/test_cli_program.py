@@ -72,7 +72,7 @@ def without_escapes(text: str) -> str:
     return re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", text)
 
 
-def test_help_lists_every_command_with_a_line_that_is_not_cut() -> None:
+def test_help_lists_every_command_with_what_it_does() -> None:
     done = run("--help")
     assert (done.status, done.err) == (0, "")
     for command in COMMANDS:

@@ -35,7 +35,9 @@ _PAGE_SIZE = 64
 
 
 def demo(
-    model: Annotated[str, typer.Argument(metavar="MODEL", help="Another model than the bundled one.")] = "tiny",
+    model: Annotated[
+        str, typer.Argument(metavar="MODEL", help="Any model; the bundled one is small enough for two minutes.")
+    ] = "tiny",
     mesh: Annotated[str, typer.Option(help="The mesh, faked on a CPU.")] = "dp=2,tp=4",
     json: Json = False,
 ) -> None:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import asdict
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from jaxpar.cli.options import Json
 from jaxpar.cli.output import OUT, print_json
+
+if TYPE_CHECKING:
+    from jaxpar.presets import DeviceKind
 
 
 def mesh(
@@ -56,7 +59,7 @@ def mesh(
         OUT.print(_device(preset.device), markup=False)
 
 
-def _device(device: Any) -> str:
+def _device(device: DeviceKind) -> str:
     return (
         f"Each device ({device.kind}): {device.memory_bytes / 1e9:g} GB, {device.peak_bf16_flops / 1e12:g} TFLOP/s in "
         f"bfloat16, {device.memory_bandwidth / 1e12:g} TB/s of memory; one way {device.link_bandwidth / 1e9:g} GB/s "
