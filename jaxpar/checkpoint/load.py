@@ -1,11 +1,12 @@
 """Puts a checkpoint onto the mesh: each device's slice is read from the file straight into its sharded array.
 
-Host memory holds one slice of one weight at a time; replicas of a slice are read once.
+Host memory holds one slice of one weight at a time; on a CPU it becomes the array. Replicas of a slice are read once.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import jax
@@ -15,6 +16,9 @@ from jax.sharding import Mesh, NamedSharding
 from jaxpar.checkpoint.reader import TensorReader
 from jaxpar.errors import CheckpointError
 from jaxpar.nn.weights import ZEROS, Source, Weight
+
+_ALIGNMENT = 64
+"""Bytes: XLA's alignment of arrays on a CPU."""
 
 Slices = tuple[tuple[int, int], ...]
 
@@ -62,7 +66,8 @@ def _load(weight: Weight, reader: TensorReader, mesh: Mesh) -> jax.Array:
     shards = []
     for bounds, devices in holders.items():
         local = read_slice(weight.sources, bounds, reader, dtype, stacked=len(shape) > len(weight.sources[0].shape))
-        shards += [jax.device_put(local, device) for device in devices]
+        # Transfers run in the background: without waiting, the slices before this one would still be in host memory.
+        shards += jax.block_until_ready([jax.device_put(local, device) for device in devices])
     return jax.make_array_from_single_device_arrays(shape, sharding, shards)
 
 
@@ -70,13 +75,21 @@ def read_slice(
     sources: tuple[Source, ...], bounds: Slices, reader: TensorReader, dtype: np.dtype, stacked: bool
 ) -> np.ndarray:
     """Values of one slice of a weight; `stacked` weights have a leading dimension of one source a stage."""
-    out = np.zeros([stop - start for start, stop in bounds], dtype)
+    out = _aligned_zeros([stop - start for start, stop in bounds], dtype)
     if not stacked:
         _fill(out, sources[0], bounds, reader)
         return out
     for row, stage in enumerate(range(*bounds[0])):
         _fill(out[row], sources[stage], bounds[1:], reader)
     return out
+
+
+def _aligned_zeros(shape: Sequence[int], dtype: np.dtype) -> np.ndarray:
+    """Zeros whose memory a CPU device takes over as it is, where it would have to copy it otherwise."""
+    size = math.prod(shape) * dtype.itemsize
+    memory = np.zeros(size + _ALIGNMENT, np.uint8)
+    start = -memory.ctypes.data % _ALIGNMENT
+    return memory[start : start + size].view(dtype).reshape(shape)
 
 
 def _fill(out: np.ndarray, source: Source, bounds: Slices, reader: TensorReader) -> None:
