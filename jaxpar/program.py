@@ -51,9 +51,9 @@ class StepBatch(NamedTuple):
 class StepOutput(NamedTuple):
     """`token` and `logprob` [B], the same on every rank of a replica; or `logits` [B, T, V padded], over tp."""
 
-    token: jax.Array | None
-    logprob: jax.Array | None
-    logits: jax.Array | None
+    token: Any
+    logprob: Any
+    logits: Any
 
 
 StepFunction = Callable[[Weights, Cache, StepBatch], tuple[Cache, StepOutput]]
@@ -74,8 +74,7 @@ class Programs:
         self._graph, state = nnx.split(self.model)
         self._paths = {".".join(map(str, path)): path for path, _ in nnx.to_flat_state(state)}
         self.weights: dict[str, Weight] = {
-            name: variable
-            for name, (_, variable) in zip(self._paths, nnx.to_flat_state(state), strict=True)
+            name: variable for name, (_, variable) in zip(self._paths, nnx.to_flat_state(state), strict=True)
         }
         self.planes = self.model.planes
         self._attention = {
@@ -173,9 +172,7 @@ class Programs:
         lanes, tokens = batch.positions.shape
         store = PagedStore(cache.positions, batch.table, batch.start, batch.positions)
         cos, sin = angles(batch.positions.reshape(-1), config.rope, config.head_dim)
-        step = StepContext(
-            plan, phase, batch.positions, cos, sin, store, self._attention[phase], self._all_reduce
-        )
+        step = StepContext(plan, phase, batch.positions, cos, sin, store, self._attention[phase], self._all_reduce)
         x = embed(batch.tokens.reshape(-1), model.embedding[...], plan.width)
         x, planes = model(x, cache.planes, step)
         cache = Cache(planes, store.positions_plane)

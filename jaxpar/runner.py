@@ -56,8 +56,9 @@ def load(
         raise PlanError(f"page_size={planned.page_size}: the model's context needs pages of at most {largest} tokens")
     devices = ensure_devices(spec, platform)
     plan.setdefault("dtype", "float32" if devices[0].platform == "cpu" else "bfloat16")
-    programs = Programs(checkpoint.config, make_plan(spec, plan), make_mesh(spec, devices))
-    weights = load_weights(programs.weights, reader, programs.mesh)
+    on_devices = make_mesh(spec, devices)
+    programs = Programs(checkpoint.config, make_plan(spec, plan), on_devices)
+    weights = load_weights(programs.weights, reader, on_devices)
     return Runner(checkpoint, programs, weights)
 
 

@@ -93,11 +93,12 @@ def verify(
 
     progress("logits of prefill and decode, step by step")
     margins: list[list[float]] = [[] for _ in prompts]
-    for ours, theirs in zip(_steps(mesh, prompts, tokens, params), _steps(single, prompts, tokens, params), strict=True):
+    both = (_steps(ready, prompts, tokens, params) for ready in (mesh, single))
+    for ours, theirs in zip(*both, strict=True):
         reference = np.asarray(theirs.logits)
         for i, count in ours.tokens.items():
             expected = reference[theirs.session.lane(i), :count, : programs.config.vocab_size]
-            if ours.generates[i]:
+            if i in ours.generates:
                 best = np.partition(expected[-1], -2)[-2:]
                 margins[i].append(float(best[1] - best[0]))
             for device, found, first in _on_every_rank(ours.logits, ours.session.lane(i), count):
@@ -111,9 +112,10 @@ def verify(
 
     progress("greedy tokens on every rank of the mesh")
     for i, on_rank in enumerate(_greedy(mesh, prompts, params)):
-        for device, found in on_rank.items():
+        for device, ours_only in on_rank.items():
+            pairs = zip(ours_only, tokens[i], strict=True)
             # After the first difference the texts differ, and so do all tokens that follow.
-            at = next((at for at, pair in enumerate(zip(found, tokens[i], strict=True)) if pair[0] != pair[1]), None)
+            at = next((at for at, (mine, other) in enumerate(pairs) if mine != other), None)
             if at is not None and margins[i][at] <= limit:
                 row(i, device).ties += 1
             elif at is not None:
@@ -124,28 +126,28 @@ def verify(
 
 @dataclass
 class _Step:
-    """Logits [lanes, T, V] of one step; the tokens that each prompt has in it, and whether its last one generates."""
+    """Logits [lanes, T, V] of one step; the tokens of each prompt in it, and the prompts that generate."""
 
     session: Session
     logits: jax.Array
     tokens: dict[int, int]
-    generates: dict[int, bool]
+    generates: list[int]
 
 
 def _steps(
     ready: Ready, prompts: Sequence[Sequence[int]], tokens: Sequence[Sequence[int]], params: SamplingParams
 ) -> Iterator[_Step]:
     """Run `tokens` after `prompts` through prefill and decode, logits of every position coming out."""
-    session = _session(ready, prompts, params)
+    session, everyone = _session(ready, prompts, params), list(range(len(prompts)))
     for chunk in session.prefill(logits=True):
         counts = {i: min(len(prompt) - chunk.offset, chunk.tokens) for i, prompt in enumerate(prompts)}
         here = {i: count for i, count in counts.items() if count > 0}
         assert chunk.output.logits is not None
-        yield _Step(session, chunk.output.logits, here, {i: i in chunk.ended for i in here})
+        yield _Step(session, chunk.output.logits, here, chunk.ended)
     for at in range(params.max_new_tokens - 1):
         output = session.decode({i: row[at] for i, row in enumerate(tokens)}, logits=True)
         assert output.logits is not None
-        yield _Step(session, output.logits, {i: 1 for i in range(len(prompts))}, dict.fromkeys(range(len(prompts)), True))
+        yield _Step(session, output.logits, dict.fromkeys(everyone, 1), everyone)
 
 
 def _greedy(

@@ -12,7 +12,7 @@ product wants them, with no transposition on the way.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -37,8 +37,8 @@ class Plane:
 class Cache(NamedTuple):
     """`planes[slot][name]` and the positions, as arrays, abstract arrays or PartitionSpecs."""
 
-    planes: list[Planes]
-    positions: jax.Array
+    planes: list[dict[str, Any]]
+    positions: Any
 
 
 def cache_shapes(planes: list[list[Plane]], pages: int, plan: Plan) -> Cache:

@@ -16,7 +16,7 @@ from jax import lax
 from jaxpar.collectives.types import match_varying
 
 QUERY_TILE, KEY_TILE = 128, 128
-"""Queries and keys of one tile in prefill: its scores stay in a core's cache, and tiles that no query sees are skipped."""
+"""Queries and keys of one tile in prefill: scores stay in a core's cache, and a tile that no query sees is skipped."""
 
 DECODE_KEY_TILE = 1024
 """Keys of one tile when each request has a single query."""
@@ -74,7 +74,8 @@ def attend(
 
     Args:
         q: [K, B, T, G, d], the G query heads that share each of K KV heads.
-        k, v: [K, B, S, d], in any order; entries whose position is -1 may hold anything, NaN too.
+        k: [K, B, S, d], in any order; entries whose position is -1 may hold anything, NaN too.
+        v: the same for values.
         q_positions: [B, T] global positions, -1 for padding.
         k_positions: [B, S] global positions, -1 for entries that hold no key.
         window: tokens of the sliding window, or None.

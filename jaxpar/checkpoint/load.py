@@ -61,7 +61,7 @@ def _load(weight: Weight, reader: TensorReader, mesh: Mesh) -> jax.Array:
     sharding = NamedSharding(mesh, weight.spec)
     holders: dict[Slices, list[jax.Device]] = {}
     for device, index in sharding.addressable_devices_indices_map(shape).items():
-        bounds = tuple(s.indices(n)[:2] for s, n in zip(index, shape, strict=True))
+        bounds = tuple(s.indices(n)[:2] for s, n in zip(index or (), shape, strict=True))
         holders.setdefault(bounds, []).append(device)
     shards = []
     for bounds, devices in holders.items():

@@ -1,9 +1,9 @@
 """How a sublayer joins the residual stream: enter -> local -> leave.
 
-        residual [T, D]                                        residual [T, D]
-            |  enter: gather the tokens that other ranks hold      ^  leave: sum the partial results,
-            v                                                      |         or scatter the sum over tokens
-        the sublayer's own work, on its slice of the width --------+
+residual [T, D]                                        residual [T, D]
+|  enter: gather the tokens that other ranks hold      ^  leave: sum the partial results,
+v                                                      |         or scatter the sum over tokens
+the sublayer's own work, on its slice of the width --------+
 """
 
 from __future__ import annotations

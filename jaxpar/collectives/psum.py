@@ -1,9 +1,9 @@
 """`psum`: the tensor-parallel sum by the backend's own all-reduce.
 
-    rank 0: p0 -+                +-> p0 + p1 + p2 + p3
-    rank 1: p1 -+-- all-reduce --+-> p0 + p1 + p2 + p3        twice a layer: after attention, after the FFN
-    rank 2: p2 -+                +-> ...                      (Megatron-LM, arXiv:1909.08053)
-    rank 3: p3 -+
+rank 0: p0 -+                +-> p0 + p1 + p2 + p3
+rank 1: p1 -+-- all-reduce --+-> p0 + p1 + p2 + p3        twice a layer: after attention, after the FFN
+rank 2: p2 -+                +-> ...                      (Megatron-LM, arXiv:1909.08053)
+rank 3: p3 -+
 """
 
 from __future__ import annotations

@@ -35,7 +35,7 @@ def empty_cache(programs: Programs, pages: int) -> Cache:
             shape.shape,
             sharding,
             lambda index: np.full(
-                [len(range(*s.indices(n))) for s, n in zip(index, shape.shape, strict=True)], fill, shape.dtype
+                [len(range(*s.indices(n))) for s, n in zip(index or (), shape.shape, strict=True)], fill, shape.dtype
             ),
         )
 

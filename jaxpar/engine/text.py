@@ -34,6 +34,7 @@ class TextStream:
         if found:
             self.stopped, self._held = True, ""
             return text[: min(found)]
-        keep = max((size for stop in self._stop for size in range(1, len(stop)) if text.endswith(stop[:size])), default=0)
+        beginnings = (stop[:size] for stop in self._stop for size in range(1, len(stop)))
+        keep = max((len(beginning) for beginning in beginnings if text.endswith(beginning)), default=0)
         self._held = text[len(text) - keep :]
         return text[: len(text) - keep]

@@ -81,7 +81,8 @@ class Ledger:
             "differences": self.differences,
             "weight_bytes": self.weight_bytes,
             "cache_bytes": self.cache_bytes,
-            "compiled": self.compiled and {
+            "compiled": self.compiled
+            and {
                 "backend": self.compiled.backend,
                 "temporary_bytes": self.compiled.temporary_bytes,
                 "changes": [asdict(change) for change in self.compiled.changes],
@@ -117,7 +118,7 @@ def make_ledger(
     phase: Phase,
     batch: int,
     seq: int,
-    mesh: Mesh | None = None,
+    mesh: Mesh | AbstractMesh | None = None,
     sampled: bool = False,
 ) -> Ledger:
     """Count one step.
@@ -128,7 +129,7 @@ def make_ledger(
         phase: "prefill" or "decode".
         batch: requests in all, padded to a multiple of the replicas.
         seq: tokens of each request: those that prefill takes, or those cached when a decode step runs.
-        mesh: devices to compile for; None counts without compiling, which needs no device.
+        mesh: devices to compile for; None or an abstract mesh counts without compiling, which needs no device.
         sampled: whether tokens are drawn by temperature, top-k and top-p, or greedily.
 
     Raises:
@@ -161,15 +162,15 @@ def make_ledger(
         differences=differences,
         weight_bytes=local_bytes(arguments[0], programs.weight_specs, sizes),
         cache_bytes=local_bytes(arguments[1].planes, programs.cache_specs().planes, sizes),
-        compiled=None if mesh is None else _compile(programs, step, arguments, traced),
+        compiled=_compile(programs, mesh, step, arguments, traced) if isinstance(mesh, Mesh) else None,
     )
 
 
-def _compile(programs: Programs, step: Step, arguments: Any, traced: list[Traffic]) -> Compiled:
+def _compile(programs: Programs, mesh: Mesh, step: Step, arguments: Any, traced: list[Traffic]) -> Compiled:
     compiled = programs.step(step.phase, sampled=step.sampled).lower(*arguments).compile()
     found = parse_collectives(compiled.as_text(), step.plan.mesh.sizes)
     return Compiled(
-        backend=programs.mesh.devices.flat[0].platform,
+        backend=mesh.devices.flat[0].platform,
         temporary_bytes=compiled.memory_analysis().temp_size_in_bytes,
         changes=compare_compiled(traced, found),
     )

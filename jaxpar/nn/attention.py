@@ -69,9 +69,7 @@ class Attention(nnx.Module):
         q = q.reshape(lanes, tokens, kv, group, size).transpose(2, 0, 1, 3, 4)
         new = {"k": k.reshape(lanes, tokens, kv, size), "v": v.reshape(lanes, tokens, kv, size)}
         planes, bag = step.store.update(planes, new)
-        out = step.attention(
-            q, bag["k"], bag["v"], step.positions, step.store.key_positions, self.window, size**-0.5
-        )
+        out = step.attention(q, bag["k"], bag["v"], step.positions, step.store.key_positions, self.window, size**-0.5)
         rows = out.astype(x.dtype).transpose(1, 2, 0, 3, 4).reshape(lanes * tokens, kv * group * size)
         return self.out(rows), planes
 

@@ -1,6 +1,6 @@
 """A dense decoder in the local view: embedding, slots of layers, final norm, vocabulary head.
 
-    tokens -> embedding -> [ x + leave(attention(enter(norm(x)))) ; x + leave(ffn(enter(norm(x)))) ] * layers -> norm
+tokens -> embedding -> [ x + leave(attention(enter(norm(x)))) ; x + leave(ffn(enter(norm(x)))) ] * layers -> norm
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """`vocab_parallel` embedding: each rank holds a slice of the rows and looks up the ids that are its own.
 
-    ids 7 2 9        rank 0 (rows 0..4): -  e2  -          sum over tp: e7 e2 e9
-                     rank 1 (rows 5..9): e7 -   e9         (Megatron-LM, arXiv:1909.08053)
+ids 7 2 9        rank 0 (rows 0..4): -  e2  -          sum over tp: e7 e2 e9
+rank 1 (rows 5..9): e7 -   e9         (Megatron-LM, arXiv:1909.08053)
 """
 
 from __future__ import annotations

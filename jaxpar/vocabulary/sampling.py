@@ -11,7 +11,7 @@ all ranks find together, eight rounds of four bits: what crosses the mesh is [B,
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -33,11 +33,11 @@ class SamplingArrays(NamedTuple):
     to be drawn.
     """
 
-    temperature: jax.Array
-    top_k: jax.Array
-    top_p: jax.Array
-    seed: jax.Array
-    position: jax.Array
+    temperature: Any
+    top_k: Any
+    top_p: Any
+    seed: Any
+    position: Any
 
 
 class Sampled(NamedTuple):
@@ -158,6 +158,4 @@ def check(step: Step) -> str | None:
     return None
 
 
-STRATEGY = Strategy(
-    "vocab_parallel", "sampling", ("tp",), ("all_reduce",), "any vocabulary", sample, traffic, check
-)
+STRATEGY = Strategy("vocab_parallel", "sampling", ("tp",), ("all_reduce",), "any vocabulary", sample, traffic, check)
