@@ -36,9 +36,7 @@ def assign(capacity: Sequence[int], plan: Plan) -> Lanes:
     a request do nothing.
     """
     replicas = plan.mesh.dp * plan.mesh.ep
-    needed = -(-len(capacity) // replicas)
-    # XLA:CPU multiplies a matrix by one bfloat16 row ten times more slowly than by two.
-    local = max(bucket(needed), 2 if plan.dtype == "bfloat16" else 1)
+    local = bucket(-(-len(capacity) // replicas))
     pages = [-(-tokens // plan.page_size) for tokens in capacity]
     table = np.full((replicas * local, max(pages)), -1, np.int32)
     used = [0] * replicas

@@ -11,6 +11,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxpar.attention.partial import tile_sizes
 from jaxpar.ledger.traffic import Traffic, merge
+from jaxpar.nn.linear import product_rows
 from jaxpar.registry import chosen
 from jaxpar.strategies import Step
 
@@ -25,14 +26,14 @@ def predict_flops(step: Step) -> dict[str, int]:
 
     Attention counts every tile of the page table, as if none could be skipped: which are is known only when it runs.
     """
-    config, heads, rows = step.config, step.heads, step.rows
+    config, heads, rows = step.config, step.heads, product_rows(step.rows, step.itemsize)
     size, hidden, tp = config.head_dim, config.hidden_size, step.plan.mesh.tp
     projections = 2 * rows * hidden * size * (2 * heads.q_local + 2 * heads.kv_local)
     q_tile, k_tile = tile_sizes(step.tokens, step.keys)
     tiles = -(-step.tokens // q_tile) * -(-step.keys // k_tile)
     scores = 4 * step.lanes * tiles * q_tile * k_tile * heads.q_local * size
     ffn = 2 * rows * hidden * 3 * -(-config.intermediate_size // tp)
-    tokens = rows if step.logits else step.lanes
+    tokens = product_rows(step.rows if step.logits else step.lanes, step.itemsize)
     return {
         "attention": config.num_hidden_layers * (projections + scores),
         "ffn": config.num_hidden_layers * ffn,

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 from jaxpar.ledger.traffic import Traffic
+from jaxpar.nn.linear import matmul
 from jaxpar.strategies import Step, Strategy
 from jaxpar.vocabulary.embedding import rank_offset
 
@@ -22,7 +22,7 @@ def vocabulary_ids(rows: int, axes: tuple[str, ...]) -> jax.Array:
 def local_logits(x: jax.Array, table: jax.Array, vocab_size: int, axes: tuple[str, ...]) -> jax.Array:
     """Hidden states [T, D] and the rank's rows [V/tp, D] -> its logits [T, V/tp] in float32."""
     with jax.named_scope("head:vocab_parallel"):
-        logits = lax.dot_general(x, table, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
+        logits = matmul(x, table)
         real = vocabulary_ids(table.shape[0], axes) < vocab_size
         return jnp.where(real[None, :], logits, -jnp.inf)
 
