@@ -16,8 +16,7 @@ from jaxpar.attention.cache import ChunkOnly, PagedStore, Plane, cache_shapes, c
 from jaxpar.mesh import MeshSpec
 from jaxpar.plan import Plan
 
-PAGES, PAGE, LANES, WIDTH, HEADS = 13, 4, 3, 4, 2
-CAPACITY = WIDTH * PAGE
+PAGES, PAGE, LANES, WIDTH, HEADS = 12, 4, 3, 4, 2
 SIZES = {"k": 3, "v": 2}
 
 
@@ -43,6 +42,7 @@ class Run:
 
     def __init__(self, table: np.ndarray) -> None:
         self.table = table.astype(np.int32)
+        self.capacity = PAGE * (table >= 0).sum(axis=1)
         self.planes = {name: np.full((1, HEADS, PAGES, PAGE, size), np.nan, np.float32) for name, size in SIZES.items()}
         self.positions = np.full((PAGES, PAGE), -1, np.int32)
         self.stored = np.zeros(table.shape[0], np.int32)
@@ -74,13 +74,24 @@ class Run:
                     np.testing.assert_array_equal(self.bag[name][:, lane, slot], expected)
 
 
-@given(st.permutations(range(PAGES)), st.data())
-def test_every_lane_gets_back_all_tokens_that_it_ever_stored_and_no_others(pages: list[int], data: Any) -> None:
-    run = Run(np.asarray(pages[: LANES * WIDTH]).reshape(LANES, WIDTH))
+@given(st.permutations(range(PAGES)), st.tuples(*[st.integers(1, WIDTH)] * LANES), st.data())
+def test_every_lane_gets_back_all_tokens_that_it_ever_stored_and_no_others(
+    pages: list[int], widths: tuple[int, ...], data: Any
+) -> None:
+    table = np.asarray(pages).reshape(LANES, WIDTH)
+    table[np.arange(WIDTH) >= np.asarray(widths)[:, None]] = -1
+    run = Run(table)
     for _ in range(data.draw(st.integers(1, 4), "steps")):
         tokens = data.draw(st.sampled_from([1, 3, 5, 8]), "tokens")
-        run.add([data.draw(st.integers(0, min(tokens, CAPACITY - int(n)))) for n in run.stored], tokens)
+        left = run.capacity - run.stored
+        run.add([data.draw(st.integers(0, min(tokens, int(n)))) for n in left], tokens)
         run.check()
+
+
+def test_a_lane_that_has_no_second_page_does_not_see_the_last_page_which_is_another_lanes() -> None:
+    run = Run(np.asarray([[0, -1, -1, -1], [PAGES - 1, 1, 2, 3], [4, 5, 6, -1]]))
+    run.add([2, 8, 5], 8)
+    run.check()
 
 
 @pytest.mark.parametrize("first", [1, 3, 4, 5, 8])
@@ -91,7 +102,7 @@ def test_a_prefix_may_end_anywhere_in_a_page_and_a_page_may_be_exactly_full(firs
     run.check()
     run.add([0, 4, 8], 8)
     run.check()
-    assert run.stored.tolist() == [first + 8, CAPACITY, CAPACITY]
+    assert run.stored.tolist() == [first + 8, WIDTH * PAGE, WIDTH * PAGE]
 
 
 def test_a_lane_without_pages_or_tokens_writes_nothing() -> None:
