@@ -5,7 +5,7 @@ Over no axes every function is the identity, so that the program of one device h
 
 from jaxpar.collectives.exchange import enter, leave
 from jaxpar.collectives.reduce import all_max, all_min, all_sum, gather_tokens, scatter_sum
-from jaxpar.collectives.types import varying_axes
+from jaxpar.collectives.types import to_varying, varying_axes
 
 __all__ = [
     "all_max",
@@ -15,5 +15,6 @@ __all__ = [
     "gather_tokens",
     "leave",
     "scatter_sum",
+    "to_varying",
     "varying_axes",
 ]

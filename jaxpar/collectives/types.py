@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import jax
@@ -14,7 +15,12 @@ def varying_axes(x: Any) -> frozenset[str]:
     return frozenset(kind.manual_axis_type.varying)
 
 
+def to_varying(x: jax.Array, axes: Iterable[str]) -> jax.Array:
+    """The same values, of a type that says that they may differ between ranks of `axes`; nothing is sent."""
+    same = tuple(axis for axis in axes if axis not in varying_axes(x))
+    return lax.pcast(x, same, to="varying") if same else x
+
+
 def match_varying(x: jax.Array, *others: jax.Array) -> jax.Array:
     """`x` typed as varying over every axis over which one of `others` does: how a fresh accumulator joins a loop."""
-    axes = frozenset[str]().union(*(varying_axes(other) for other in others)) - varying_axes(x)
-    return lax.pcast(x, tuple(sorted(axes)), to="varying") if axes else x
+    return to_varying(x, sorted(frozenset[str]().union(*map(varying_axes, others))))

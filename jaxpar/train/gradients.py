@@ -16,21 +16,14 @@ from collections.abc import Mapping
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax import lax
 from jax.sharding import PartitionSpec as P
 
-from jaxpar.collectives import all_sum, varying_axes
+from jaxpar.collectives import all_sum
 from jaxpar.ledger.traffic import Traffic, all_reduce_bytes, merge
 from jaxpar.mesh import AXES
 from jaxpar.nn.decoder import Decoder
 from jaxpar.plan import Plan
 from jaxpar.strategies import Step, Strategy
-
-
-def to_varying(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
-    """The same values, of a type that says that they may differ between ranks of `axes`; nothing is sent."""
-    same = tuple(axis for axis in axes if axis not in varying_axes(x))
-    return lax.pcast(x, same, to="varying") if same else x
 
 
 def split_axes(spec: P) -> tuple[str, ...]:

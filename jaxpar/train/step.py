@@ -20,6 +20,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxpar.attention.cache import ChunkOnly
 from jaxpar.checkpoint.config import ModelConfig
+from jaxpar.collectives import to_varying
 from jaxpar.errors import PlanError
 from jaxpar.ledger.traffic import Traffic
 from jaxpar.nn.context import StepContext
@@ -29,7 +30,7 @@ from jaxpar.program import Programs, Weights
 from jaxpar.registry import find
 from jaxpar.strategies import Step
 from jaxpar.train.attention import attend_whole
-from jaxpar.train.gradients import replicated_axes, sum_gradients, to_varying
+from jaxpar.train.gradients import replicated_axes, sum_gradients
 from jaxpar.train.loss import cross_entropy, mean_loss
 from jaxpar.train.optimizer import Optimizer
 from jaxpar.train.settings import TrainSettings
