@@ -22,8 +22,8 @@ MESH = "dp=2,tp=2"
 REPLICAS = [{0, 1}, {2, 3}]  # prompts 0 and 2 are the first one's
 
 
-def ready(mesh: str) -> Ready:
-    runner = oracle_runner("llama", mesh, **PAGES)
+def ready(mesh: str, dtype: str = "float32") -> Ready:
+    runner = oracle_runner("llama", mesh, dtype=dtype, **PAGES)
     return runner.programs, runner.weights
 
 
@@ -66,6 +66,12 @@ def test_the_tokens_and_the_margin_are_those_of_one_device() -> None:
     assert verification.tokens == [row[:NEW_TOKENS] for row in ORACLE.greedy[:3]]
     assert verification.margin >= ORACLE.margin - 1e-4
     assert verification.margin > verification.tolerance
+
+
+def test_bfloat16_on_a_mesh_is_bfloat16_on_one_device_within_its_rounding() -> None:
+    verification = verify(ready("tp=3", "bfloat16"), ready("tp=1", "bfloat16"), PROMPTS, NEW_TOKENS)
+    assert verification.passed
+    assert 1e-4 < verification.max_difference < 0.1
 
 
 @pytest.mark.parametrize("rank", range(4))
