@@ -64,7 +64,7 @@ def _memory(ledger: Ledger, preset: Preset | None) -> RenderableType:
         name = f"temporaries ({ledger.compiled.backend} compiler)"
         rows.append((name, human_bytes(ledger.compiled.temporary_bytes), ""))
     if preset is not None:
-        rows.append((f"a {preset.device.kind} has", human_bytes(preset.device.memory_bytes), ""))
+        rows.append((f"{preset.device.kind} has", human_bytes(preset.device.memory_bytes), ""))
     return table("Memory", ("", "one rank", "all ranks"), rows)
 
 

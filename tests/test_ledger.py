@@ -1,0 +1,151 @@
+"""The ledger of a whole step: figures of public models, agreement of its three sides, and the command."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+
+import jax
+import pytest
+from command_line import run
+from sample_models import oracle_runner
+
+from jaxpar.assets import model_dir
+from jaxpar.checkpoint import ModelConfig, read_config
+from jaxpar.errors import PlanError
+from jaxpar.ledger.report import Ledger, make_ledger
+from jaxpar.ledger.traffic import Traffic
+from jaxpar.mesh import MeshSpec
+from jaxpar.plan import Plan
+
+MIB = 2**20
+LLAMA_70B = read_config(model_dir("llama-3-70b"))
+
+
+def ledger_70b(batch: int, seq: int, phase: str = "decode", **mesh: int) -> Ledger:
+    return make_ledger(LLAMA_70B, Plan(mesh=MeshSpec(**mesh), dtype="bfloat16"), phase, batch, seq)
+
+
+def parameters(config: ModelConfig) -> int:
+    heads = config.num_attention_heads + 2 * config.num_key_value_heads
+    attention = config.hidden_size * config.head_dim * (heads + config.num_attention_heads)
+    return config.num_hidden_layers * (attention + 3 * config.hidden_size * config.intermediate_size)
+
+
+def test_llama_3_70b_on_tp_8_sends_280_mib_in_160_all_reduces_of_1_mib() -> None:
+    counted = ledger_70b(64, 4096, tp=8)
+    assert [row for row in counted.traffic if row.message_bytes == MIB] == [
+        Traffic("embedding", "vocab_parallel", "all_reduce", ("tp",), 1, MIB, MIB * 7 // 4),
+        Traffic("attention", "psum", "all_reduce", ("tp",), 80, MIB, 140 * MIB),
+        Traffic("ffn", "psum", "all_reduce", ("tp",), 80, MIB, 140 * MIB),
+    ]
+    assert counted.differences == []
+
+
+def test_the_kv_cache_of_llama_3_70b_is_2684354560_bytes_a_request_of_8192_tokens_over_all_ranks() -> None:
+    assert ledger_70b(1, 8192, tp=8).cache_bytes * 8 == 2_684_354_560
+    assert ledger_70b(64, 8192, tp=8).cache_bytes * 8 == 64 * 2_684_354_560
+    assert ledger_70b(64, 8192, dp=2, tp=4).cache_bytes * 8 == 64 * 2_684_354_560
+
+
+def test_more_ranks_than_kv_heads_store_each_of_them_twice() -> None:
+    assert ledger_70b(1, 8192, tp=16).cache_bytes * 16 == 2 * 2_684_354_560
+
+
+def test_one_device_holds_every_parameter_once_and_two_flops_a_token_for_each() -> None:
+    counted = ledger_70b(16, 16, tp=1)
+    table = LLAMA_70B.vocab_size * LLAMA_70B.hidden_size
+    norms = (2 * LLAMA_70B.num_hidden_layers + 1) * LLAMA_70B.hidden_size
+    assert counted.weight_bytes == 2 * (parameters(LLAMA_70B) + 2 * table + norms) == 141_107_412_992
+    scores = 4 * 16 * 16 * LLAMA_70B.num_hidden_layers * LLAMA_70B.num_attention_heads * LLAMA_70B.head_dim
+    assert sum(counted.flops.values()) == 2 * 16 * (parameters(LLAMA_70B) + table) + scores
+    assert counted.traffic == []
+
+
+@pytest.mark.parametrize("mesh", [{}, {"tp": 3}, {"dp": 3}, {"dp": 2, "tp": 4}, {"dp": 8, "tp": 8}], ids=str)
+@pytest.mark.parametrize("phase", ["prefill", "decode"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_what_is_predicted_is_what_is_traced(mesh: dict[str, int], phase: str, dtype: str) -> None:
+    config = replace(LLAMA_70B, num_hidden_layers=2, windows=(None, 100))
+    for batch, seq, sampled in ((1, 1, False), (3, 50, True), (7, 2500, False)):
+        plan = Plan(mesh=MeshSpec(**mesh), dtype=dtype, chunk=200)
+        assert make_ledger(config, plan, phase, batch, seq, sampled=sampled).differences == []
+
+
+def test_a_prompt_of_several_chunks_is_counted_by_its_last_step() -> None:
+    counted = make_ledger(LLAMA_70B, Plan(chunk=512), "prefill", 1, 1300)
+    assert (counted.steps, counted.step.tokens, counted.step.keys) == (3, 512, 1312)
+
+
+def test_weights_and_cache_are_counted_as_the_devices_hold_them() -> None:
+    runner = oracle_runner("llama_9_3", "dp=2,tp=4")
+    counted = runner.ledger("decode", batch=4, seq=32)
+    first = runner.programs.mesh.devices.flat[0]
+    shards = [s.data.nbytes for w in runner.weights.values() for s in w.addressable_shards if s.device == first]
+    assert counted.weight_bytes == sum(shards)
+    # 3 KV heads over tp=4: one on each rank, the last one padding.
+    assert counted.cache_bytes == 2 * 2 * 32 * 2 * 1 * 8 * 4
+
+
+def test_the_compiler_leaves_the_collectives_of_float32_alone_and_promotes_those_of_bfloat16() -> None:
+    plain = oracle_runner("llama_9_3", "dp=2,tp=4").ledger("decode", batch=4, seq=32)
+    assert plain.compiled is not None
+    assert plain.compiled.changes == []
+    assert plain.compiled.temporary_bytes > 0
+    halved = oracle_runner("llama_9_3", "dp=2,tp=4", dtype="bfloat16").ledger("decode", batch=4, seq=32)
+    assert halved.compiled is not None
+    assert [change.change for change in halved.compiled.changes] == ["promoted"]
+    assert halved.sent_bytes < plain.sent_bytes
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("train", 1, 16), "phase='train' is unknown: use prefill or decode"),
+        (("decode", 0, 16), "batch=0: it must be at least 1"),
+        (("decode", 1, 0), "context=0: it must be at least 1"),
+        (("prefill", 1, 8193), "context=8193 is more than the model's 8192 positions"),
+    ],
+)
+def test_a_step_that_cannot_be_is_refused_with_the_numbers(arguments: tuple[str, int, int], message: str) -> None:
+    with pytest.raises(PlanError, match=message):
+        make_ledger(LLAMA_70B, Plan(), *arguments)
+
+
+# The command
+
+
+def test_the_command_counts_a_bare_config_on_any_mesh_without_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(jax, "devices", None)
+    done = run("ledger", "llama-3-70b", "--mesh", "dp=4,tp=16", "--batch", 64, "--context", 4096, "--no-compile")
+    assert done.status in (0, None)
+    assert "Predicted by closed form = traced from the jaxpr" in done.out
+
+
+def test_the_command_takes_a_preset_and_says_what_its_device_has() -> None:
+    done = run("ledger", "llama-3.1-8b", "--mesh", "h20-32", "--batch", 64, "--no-compile")
+    assert done.status in (0, None)
+    assert "NVIDIA H20 has" in done.out
+
+
+def test_json_has_every_figure() -> None:
+    done = run("ledger", "llama-3-70b", "--mesh", "tp=8", "--batch", 64, "--context", 4096, "--no-compile", "--json")
+    document = json.loads(done.out)
+    assert document["agree"] is True
+    assert sum(row["calls"] for row in document["traffic"] if row["strategy"] == "psum") == 160
+    assert document["sent_bytes"] == sum(row["sent_bytes"] for row in document["traffic"])
+    assert math.isclose(document["weight_bytes"] * 8, 141_107_412_992, rel_tol=1e-3)
+
+
+def test_a_closed_form_that_is_wrong_is_named_and_ends_with_status_1(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("jaxpar.ledger.report.predict_flops", lambda step: {"attention": 1})
+    done = run("ledger", "llama-3.1-8b", "--mesh", "tp=2", "--no-compile")
+    assert done.status == 1
+    assert "attention FLOPs: predicted 1, traced" in done.out
+
+
+def test_an_axis_that_does_not_run_yet_is_refused_by_name() -> None:
+    done = run("ledger", "llama-3-70b", "--mesh", "sglang-16")
+    assert done.status == 2
+    assert done.err.startswith("jaxpar: cp=4: running with cp > 1 is not there yet")
