@@ -39,7 +39,7 @@ TINY = ModelConfig(
     max_position_embeddings=64,
     rms_norm_eps=1e-5,
     tie_word_embeddings=True,
-    rope=RopeConfig(),
+    rope=RopeConfig("yarn", factor=8.0, original_max_position_embeddings=8),
     windows=(None,),
     bos_token_id=0,
     eos_token_ids=(1,),
@@ -183,6 +183,7 @@ def test_the_command_trains_profiles_and_reports_in_json(text: Path, tmp_path: P
     [
         (["--hidden", "18"], "--hidden 18 --heads 4"),
         (["--kv-heads", "3"], "--heads 4 --kv-heads 3"),
+        (["--context", "7"], "--context 7 --length 8"),
         (["--layers", "0"], "--layers 0: it must be at least 1"),
         (["--steps", "0"], "steps=0"),
         (["--lr", "-1"], "learning_rate=-1"),

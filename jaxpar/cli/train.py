@@ -24,6 +24,7 @@ def train(
     steps: Annotated[int, typer.Option(help="Steps of the optimizer.")] = 1600,
     batch: Annotated[int, typer.Option(help="Sequences of a step, over all replicas.")] = 8,
     length: Annotated[int, typer.Option(help="Tokens of a sequence.")] = 256,
+    context: Annotated[int, typer.Option(help="Tokens that the model may see; past --length by YaRN.")] = 1024,
     hidden: Annotated[int, typer.Option(help="Width of the residual stream.")] = 192,
     layers: Annotated[int, typer.Option(help="Decoder layers.")] = 6,
     heads: Annotated[int, typer.Option(help="Query heads.")] = 8,
@@ -54,7 +55,7 @@ def train(
     from jaxpar.train.settings import TrainSettings
 
     settings = TrainSettings(steps, batch, length, lr, seed, checkpoint_every)
-    config = _model_config(vocab, hidden, layers, heads, kv_heads, ffn, length)
+    config = _model_config(vocab, hidden, layers, heads, kv_heads, ffn, length, context)
     spec, _ = resolve_mesh(mesh)
     plan = Plan(mesh=spec)
     plan.check_runnable()
@@ -87,7 +88,7 @@ def train(
 
 
 def _model_config(
-    vocab: int, hidden: int, layers: int, heads: int, kv_heads: int, ffn: int, length: int
+    vocab: int, hidden: int, layers: int, heads: int, kv_heads: int, ffn: int, length: int, context: int
 ) -> ModelConfig:
     from jaxpar.checkpoint.config import ModelConfig, RopeConfig
     from jaxpar.train.tokenizer import BOS_ID, EOS_ID
@@ -100,6 +101,9 @@ def _model_config(
         raise RequestError(f"--hidden {hidden} --heads {heads}: give an even number of values for each head")
     if heads % kv_heads:
         raise RequestError(f"--heads {heads} --kv-heads {kv_heads}: the first must be a multiple of the second")
+    if context < length:
+        raise RequestError(f"--context {context} --length {length}: the model would be trained past its context")
+    yarn = RopeConfig("yarn", factor=context / length, original_max_position_embeddings=length)
     return ModelConfig(
         model_type="llama",
         vocab_size=vocab,
@@ -109,10 +113,10 @@ def _model_config(
         num_attention_heads=heads,
         num_key_value_heads=kv_heads,
         head_dim=hidden // heads,
-        max_position_embeddings=length,
+        max_position_embeddings=context,
         rms_norm_eps=1e-5,
         tie_word_embeddings=True,
-        rope=RopeConfig(),
+        rope=yarn if context > length else RopeConfig(),
         windows=(None,) * layers,
         bos_token_id=BOS_ID,
         eos_token_ids=(EOS_ID,),

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import math
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
-from jaxpar.checkpoint.config import ModelConfig
+from jaxpar.checkpoint.config import ModelConfig, RopeConfig
 from jaxpar.checkpoint.load import load_weights
 from jaxpar.checkpoint.save import collect_tensors, staged, write_model
 from jaxpar.errors import JaxparError
@@ -64,7 +65,8 @@ def train(
     Args:
         text: a UTF-8 file; form feeds separate documents.
         out: a directory, made if need be.
-        config: of the model; its dtype is that of the saved weights.
+        config: of the model as it is saved, dtype included. Where its rope stretches the context, training goes
+            without: `settings.length` tokens are what it has seen, YaRN (arXiv:2309.00071) adds the rest.
         plan: over dp and tp, float32.
         mesh: devices of the plan's mesh.
         settings: of the run.
@@ -98,7 +100,8 @@ class _Run:
     def __init__(
         self, text: Path, out: Path, config: ModelConfig, plan: Plan, mesh: Mesh, settings: TrainSettings
     ) -> None:
-        self._programs = TrainPrograms(config, plan, mesh, settings)
+        unstretched = dataclasses.replace(config, rope=RopeConfig(theta=config.rope.theta))
+        self._programs = TrainPrograms(unstretched, plan, mesh, settings)
         self._out, self._config, self._mesh, self._settings = out, config, mesh, settings
         with staged(out):
             pass  # whether `out` can be written is better found out now than after the training
@@ -190,5 +193,6 @@ def recipe(documents: list[str], config: ModelConfig, settings: TrainSettings) -
         "heads": config.num_attention_heads,
         "kv_heads": config.num_key_value_heads,
         "ffn": config.intermediate_size,
+        "context": config.max_position_embeddings,
     }
-    return {"text_sha256": digest, **shape, **asdict(settings)}
+    return {"text_sha256": digest, **shape, **dataclasses.asdict(settings)}
