@@ -21,13 +21,13 @@ if TYPE_CHECKING:
     from jaxpar.engine.requests import Completion
     from jaxpar.verify import Verification
 
-# Five over two replicas: a number that dp does not divide, of lengths that nothing divides.
+# Five over two replicas: a number that dp does not divide, of lengths that nothing divides. None comes near a tie.
 _PROMPTS: tuple[Prompt, ...] = (
-    "It is a truth",
+    "It is a truth universally acknowledged",
     "She",
-    "The morning was so very fine that",
-    "Mr. Knightley, who had",
-    "I cannot think so well of him, said Emma, as",
+    "Nothing could be more",
+    "The morning was so very fine",
+    "I cannot think so well of him, said Emma",
 )
 _NEW_TOKENS = 24
 # One page holds any of these requests, so that one width of page table, and one program, serves all steps.
