@@ -141,7 +141,9 @@ class PagedStore:
         picked = jnp.take_along_axis(new, self._token.reshape(lanes, -1, 1, 1), axis=1).transpose(2, 0, 1, 3)
         picked = picked.reshape(heads, *self._token.shape, plane.shape[-1])
         flat, pages = _flat(plane, self._pages)
-        # Behind a barrier: XLA:GPU would fuse this read into the write below, and copy the whole plane for it.
+        # Between barriers: XLA:CPU would read the pages of all layers before the first of them runs, and XLA:GPU fuse
+        # the read into the write below, and copy the whole plane for it.
+        pages, picked = lax.optimization_barrier((pages, picked))
         kept = lax.optimization_barrier(flat.at[pages].get(mode="clip"))
         merged = jnp.where(self._is_new[None, ..., None], picked, kept)
         return flat.at[pages].set(merged, mode="drop").reshape(plane.shape)

@@ -92,9 +92,11 @@ def attend(
     q, q_positions = _pad(q, 2, q_tile, 0), _pad(q_positions, 1, q_tile, -1)
     k, v, k_positions = _pad(k, 2, k_tile, 0), _pad(v, 2, k_tile, 0), _pad(k_positions, 1, k_tile, -1)
     shape = heads, lanes, q_tile, group
-    nothing = match_varying(jnp.zeros((*shape, size)), q, k, v), match_varying(jnp.full(shape, -jnp.inf), q, k, v)
+    fresh = jnp.zeros((*shape, size)), jnp.full(shape, -jnp.inf)
+    nothing = Partial(*(match_varying(x, q, k, v) for x in fresh))
 
-    def row(q_start: jax.Array) -> Partial:
+    def row(index: jax.Array, done: Partial) -> Partial:
+        q_start = index * q_tile
         q_part = lax.dynamic_slice_in_dim(q, q_start, q_tile, axis=2)
         q_at = lax.dynamic_slice_in_dim(q_positions, q_start, q_tile, axis=1)
 
@@ -107,12 +109,16 @@ def attend(
 
             return lax.cond(visible(q_at, k_at, window).any(), compute, lambda done: done, done), None
 
-        return lax.scan(tile, Partial(*nothing), jnp.arange(0, k.shape[2], k_tile))[0]
+        part = lax.scan(tile, nothing, jnp.arange(0, k.shape[2], k_tile))[0]
+        return Partial(
+            *(lax.dynamic_update_slice_in_dim(x, y, q_start, axis=2) for x, y in zip(done, part, strict=True))
+        )
 
-    out, lse = lax.map(row, jnp.arange(0, q.shape[2], q_tile))
-    # [tiles, K, B, q_tile, ...] -> [K, B, T, ...] without the padding.
-    out = jnp.moveaxis(out, 0, 2).reshape(heads, lanes, q.shape[2], group, size)[:, :, :queries]
-    return Partial(out, jnp.moveaxis(lse, 0, 2).reshape(heads, lanes, q.shape[2], group)[:, :, :queries])
+    # The output starts as the queries, every one of which is overwritten: fresh zeros would depend on nothing, and XLA
+    # would make those of all layers before the first of them runs.
+    start = match_varying(q.astype(jnp.float32), k, v)
+    out, lse = lax.fori_loop(0, q.shape[2] // q_tile, row, Partial(start, start[..., 0]))
+    return Partial(out[:, :, :queries], lse[:, :, :queries])
 
 
 def _pad(x: jax.Array, axis: int, tile: int, value: int) -> jax.Array:
