@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from functools import cache
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -41,9 +41,10 @@ SMALL = {
 """One layer, so that programs compile in a moment; a vocabulary and a width that hardly any tp divides."""
 
 
-@cache
+# A program takes about a hundred of the 65,530 memory maps that Linux gives a process: only the latest are kept.
+@lru_cache(maxsize=4)
 def oracle_runner(name: str, mesh: str, **plan: Any) -> Runner:
-    """An oracle's model on a mesh; one for each process, with what it has compiled."""
+    """An oracle's model on a mesh, with what it has compiled."""
     return jaxpar.load(ROOT / name / "model.gguf" if name in GGUF_ORACLES else ROOT / name, mesh=mesh, **plan)
 
 
