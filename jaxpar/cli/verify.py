@@ -45,7 +45,10 @@ def verify(
     token_ids: TokenIds = None,
     max_new_tokens: Annotated[int, typer.Option(help="Greedy tokens to compare after each prompt.")] = 8,
     tolerance: Annotated[
-        float | None, typer.Option(help="On logits; default: 1e-4 in float32, 0.25 in bfloat16, 0.03 in float16.")
+        float | None,
+        typer.Option(
+            help="On logits; default: 1e-4 in float32, 0.25 in bfloat16, 0.03 in float16; more for large logits."
+        ),
     ] = None,
     dtype: Dtype = None,
     chunk: Chunk = 512,

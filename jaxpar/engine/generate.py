@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 
 import numpy as np
@@ -10,6 +11,7 @@ from jaxpar.checkpoint.tokenizer import Tokenizer
 from jaxpar.engine.requests import Completion, FinishReason, SamplingParams, Token
 from jaxpar.engine.session import Session
 from jaxpar.engine.text import TextStream
+from jaxpar.errors import JaxparError
 from jaxpar.program import Programs, StepOutput, Weights
 
 
@@ -50,6 +52,11 @@ def _run_group(
         tokens, logprobs = np.asarray(output.token), np.asarray(output.logprob)
         for i in requests:
             token, logprob = int(tokens[session.lane(i)]), float(logprobs[session.lane(i)])
+            if math.isnan(logprob):
+                raise JaxparError(
+                    f"request {i}: the logits of token {counts[i]} are not numbers in {programs.plan.dtype}: "
+                    f"use float32 or bfloat16, or check the weights"
+                )
             counts[i] += 1
             ended = token in ends
             text = "" if ended else texts[i].push(token)

@@ -131,9 +131,10 @@ def gumbel_noise(seed: jax.Array, position: jax.Array, ids: jax.Array) -> jax.Ar
     def lane(seed: jax.Array, position: jax.Array) -> jax.Array:
         key = jax.random.fold_in(jax.random.key(seed, impl="threefry2x32"), position)
         hashed = jax.vmap(lambda i: jax.random.key_data(jax.random.fold_in(key, i))[0])(ids)
-        return (hashed >> 8).astype(jnp.float32)
+        return (hashed >> 9).astype(jnp.float32)
 
-    uniform = (jax.vmap(lane)(seed, position) + 0.5) * jnp.float32(2.0**-24)
+    # 23 bits: with one more, adding a half would round the largest up to 1, whose noise is infinite.
+    uniform = (jax.vmap(lane)(seed, position) + 0.5) * jnp.float32(2.0**-23)
     return -jnp.log(-jnp.log(uniform))
 
 
