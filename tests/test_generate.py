@@ -254,3 +254,10 @@ def test_the_same_completions_come_in_waves_of_any_size(model: Callable[..., Run
 def test_requests_that_wait_are_streamed_under_their_own_number(model: Callable[..., Runner]) -> None:
     stream = model("dp=2,tp=2", max_num_seqs=1).stream(PROMPTS, max_new_tokens=2, ignore_eos=True)
     assert [token.index for token in stream] == [0, 1, 0, 1, 2, 3, 2, 3, 4, 4]
+
+
+def test_logits_that_are_not_numbers_are_refused_instead_of_sampled(tmp_path: Path) -> None:
+    norm = {"model.norm.weight": np.full(24, np.nan, np.float32)}
+    runner = jaxpar.load(write_model(tmp_path, tensors=norm), mesh="tp=2")
+    with pytest.raises(jaxpar.JaxparError, match="request 0: the logits of token 0 are not numbers in float32"):
+        runner.generate([[1, 2, 3]], max_new_tokens=2)

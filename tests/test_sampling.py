@@ -250,3 +250,10 @@ def test_20_000_filtered_draws_follow_the_distribution_of_what_is_kept() -> None
     assert 2 < (expected > 0).sum() < 8
     # 99.9 % of chi-square with at most 6 degrees of freedom.
     assert chi_square(token, expected) < 22.5
+
+
+def test_noise_is_finite_where_the_hash_is_the_largest_there_is() -> None:
+    # The hash of (0, 44, 44092) has its 24 highest bits set.
+    noise = gumbel_noise(jnp.uint32([0]), jnp.int32([44]), jnp.int32([44092]))
+    assert np.isfinite(noise).all()
+    assert noise.max() > 15
