@@ -37,8 +37,9 @@ class Sublayer:
 class Plan:
     """One way to run a model on a mesh; the fields are the keyword arguments of `jaxpar.load`.
 
-    `chunk` is the most tokens of one prompt that a prefill step takes; `page_size` the tokens of a KV cache page;
-    `max_num_seqs` the most requests that a replica runs at once; `dtype` that of weights, activations and cache.
+    `sequence_parallel` splits the residual stream over tp along its tokens (arXiv:2205.05198); `chunk` is the most
+    tokens of one prompt that a prefill step takes; `page_size` the tokens of a KV cache page; `max_num_seqs` the most
+    requests that a replica runs at once; `dtype` that of weights, activations and cache.
     """
 
     mesh: MeshSpec = field(default_factory=MeshSpec)
@@ -46,6 +47,7 @@ class Plan:
     prefill_attention: str = "local"
     decode_attention: str = "local"
     all_reduce: str = "psum"
+    sequence_parallel: bool = False
     chunk: int = 512
     page_size: int = 16
     max_num_seqs: int = 64
@@ -95,10 +97,29 @@ class Plan:
     @property
     def residual(self) -> dict[Phase, tuple[str, ...]]:
         """The axes over which the tokens of the residual stream are split: the one place where that is said."""
-        return {phase: self.tokens(phase) for phase in PHASES}
+        over_tokens = self.width if self.sequence_parallel else ()
+        return {phase: (*self.tokens(phase), *over_tokens) for phase in PHASES}
+
+    def slices(self, phase: Phase) -> tuple[str, ...]:
+        """The axes over which the residual stream of one replica is split."""
+        return tuple(axis for axis in self.residual[phase] if axis not in self.requests)
+
+    def strategies(self, phase: Phase) -> dict[str, str]:
+        """The name of the strategy that each sublayer runs in `phase`, in the order of the forward pass."""
+        return {
+            "embedding": "vocab_parallel",
+            f"{phase}_attention": self.prefill_attention if phase == "prefill" else self.decode_attention,
+            "all_reduce": self.all_reduce,
+            "head": "vocab_parallel",
+            "sampling": "vocab_parallel",
+        }
 
     def sublayer(self, phase: Phase) -> Sublayer:
-        """How a sublayer whose width is split over `width` joins the residual stream in `phase`."""
+        """How a sublayer whose width is split over `width` joins the residual stream in `phase`.
+
+        Its parts are sums over tp; where the residual stream is split over tp as well, each rank keeps a slice of the
+        tokens of the sum.
+        """
         residual, tokens = self.residual[phase], self.tokens(phase)
         return Sublayer(
             gather=tuple(axis for axis in residual if axis not in tokens),

@@ -8,7 +8,7 @@ Below it everything is a plain function of local arrays and axis names.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cached_property, lru_cache
+from functools import cached_property, lru_cache, partial
 from typing import Any, NamedTuple
 
 import jax
@@ -17,18 +17,17 @@ from flax import nnx
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxpar.attention.cache import Cache, PagedStore, cache_shapes, cache_specs
+from jaxpar.attention.cache import Cache, PagedStore, Plane, cache_shapes, cache_specs
 from jaxpar.checkpoint.config import ModelConfig
 from jaxpar.nn.context import StepContext
 from jaxpar.nn.decoder import Decoder
 from jaxpar.nn.rope import angles
 from jaxpar.nn.weights import Weight
-from jaxpar.plan import Phase, Plan
-from jaxpar.registry import find
+from jaxpar.plan import PHASES, Phase, Plan
+from jaxpar.registry import named
 from jaxpar.strategies import Step
-from jaxpar.vocabulary.embedding import embed
-from jaxpar.vocabulary.head import local_logits
-from jaxpar.vocabulary.sampling import SamplingArrays, sample
+from jaxpar.vocabulary.head import all_tokens, last_tokens
+from jaxpar.vocabulary.sampling import SamplingArrays
 
 Weights = dict[str, jax.Array]
 
@@ -77,11 +76,7 @@ class Programs:
             name: variable for name, (_, variable) in zip(self._paths, nnx.to_flat_state(state), strict=True)
         }
         self.planes = self.model.planes
-        self._attention = {
-            "prefill": find("prefill_attention", plan.prefill_attention).run,
-            "decode": find("decode_attention", plan.decode_attention).run,
-        }
-        self._all_reduce = find("all_reduce", plan.all_reduce).run
+        self._strategies = {phase: named(plan, phase) for phase in PHASES}
         # One jitted function for each kind of step; it compiles once for each shape that it meets.
         self.step = lru_cache(maxsize=None)(self._compiled_on_use)
 
@@ -114,6 +109,16 @@ class Programs:
     def cache_specs(self) -> Cache:
         """PartitionSpecs of the cache."""
         return cache_specs(self.planes, self.plan)
+
+    def empty_cache(self, pages: int) -> Cache:
+        """A cache with no key in it and `pages` pages on every rank, each rank making its own part."""
+        cache: Cache = self._new_cache(pages)
+        return cache
+
+    @cached_property
+    def _new_cache(self) -> Any:
+        make = partial(_no_keys, self.planes, self.plan)
+        return jax.jit(make, static_argnums=0, out_shardings=self.sharded(self.cache_specs()))
 
     def abstract_arguments(self, step: Step, pages: int) -> tuple[dict[str, Any], Cache, StepBatch]:
         """ShapeDtypeStructs of a step's arguments, for tracing and compiling without any array."""
@@ -168,18 +173,30 @@ class Programs:
     ) -> tuple[Cache, StepOutput]:
         """One step in the local view: shapes as StepBatch, B the lanes of this replica."""
         plan, config = self.plan, self.config
+        run = {sublayer: strategy.run for sublayer, strategy in self._strategies[phase].items()}
+        sublayer = plan.sublayer(phase)
         model = self.bind(weights)
         lanes, tokens = batch.positions.shape
         store = PagedStore(cache.positions, batch.table, batch.start, batch.positions)
         cos, sin = angles(batch.positions.reshape(-1), config.rope, config.head_dim)
-        step = StepContext(plan, phase, batch.positions, cos, sin, store, self._attention[phase], self._all_reduce)
-        x = embed(batch.tokens.reshape(-1), model.embedding[...], plan.width)
+        attention, all_reduce = run[f"{phase}_attention"], run["all_reduce"]
+        step = StepContext(plan, phase, batch.positions, cos, sin, store, attention, all_reduce)
+        x = run["embedding"](batch.tokens.reshape(-1), model.embedding[...], sublayer)
         x, planes = model(x, cache.planes, step)
         cache = Cache(planes, store.positions_plane)
-        if not logits:
-            x = jnp.take_along_axis(x.reshape(lanes, tokens, -1), batch.last[:, None, None], axis=1)[:, 0]
-        scores = local_logits(x, model.head_weight[...], config.vocab_size, plan.width)
+        if logits:
+            x = all_tokens(x, lanes * tokens, sublayer)
+        else:
+            x = last_tokens(x, batch.last, tokens, sublayer, plan.slices(phase))
+        scores = run["head"](x, model.head_weight[...], config.vocab_size, plan.width)
         if logits:
             return cache, StepOutput(None, None, scores.reshape(lanes, tokens, -1))
-        token, logprob = sample(scores, config.vocab_size, plan.width, batch.options, sampled)
+        token, logprob = run["sampling"](scores, config.vocab_size, plan.width, batch.options, sampled)
         return cache, StepOutput(token, logprob, None)
+
+
+def _no_keys(planes: list[list[Plane]], plan: Plan, pages: int) -> Cache:
+    def empty(shape: jax.ShapeDtypeStruct) -> jax.Array:
+        return jnp.full(shape.shape, -1 if jnp.issubdtype(shape.dtype, jnp.integer) else 0, shape.dtype)
+
+    return jax.tree.map(empty, cache_shapes(planes, pages, plan))

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from jaxpar.attention import local
 from jaxpar.collectives import psum
 from jaxpar.errors import PlanError
+from jaxpar.plan import Phase, Plan
 from jaxpar.strategies import Step, Strategy
 from jaxpar.train import gradients, loss
 from jaxpar.vocabulary import embedding, head, sampling
@@ -29,19 +32,21 @@ def find(sublayer: str, name: str) -> Strategy:
     return names[name]
 
 
+def named(plan: Plan, phase: Phase) -> dict[str, Strategy]:
+    """The strategy of each sublayer that `plan` names for a phase, in the order of the forward pass."""
+    return {sublayer: find(sublayer, name) for sublayer, name in plan.strategies(phase).items()}
+
+
 def chosen(step: Step) -> tuple[Strategy, ...]:
     """The strategies that a step runs, in the order of the forward pass; PlanError where one refuses its shapes."""
-    plan = step.plan
-    attention = plan.prefill_attention if step.phase == "prefill" else plan.decode_attention
-    picked = (
-        find("embedding", "vocab_parallel"),
-        find(f"{step.phase}_attention", attention),
-        find("all_reduce", plan.all_reduce),
-        find("head", "vocab_parallel"),
-        find("sampling", "vocab_parallel"),
-    )
-    for strategy in picked:
+    picked = tuple(named(step.plan, step.phase).values())
+    check(picked, step)
+    return picked
+
+
+def check(strategies: Iterable[Strategy], step: Step) -> None:
+    """Raise PlanError, with the reason, if one of `strategies` cannot run the step."""
+    for strategy in strategies:
         problem = strategy.check(step)
         if problem is not None:
             raise PlanError(problem)
-    return picked

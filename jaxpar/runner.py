@@ -16,6 +16,7 @@ from jaxpar.engine.generate import collect, stream_tokens
 from jaxpar.engine.prompts import Prompt, check_stop, encode_prompts
 from jaxpar.engine.requests import Completion, SamplingParams, Token
 from jaxpar.engine.session import Session
+from jaxpar.engine.sizes import groups_of
 from jaxpar.errors import PlanError, RequestError
 from jaxpar.mesh import MeshSpec
 from jaxpar.plan import Phase, Plan
@@ -102,12 +103,14 @@ class Runner:
         lengths = [len(prompt) for prompt in prompts]
         if len(set(lengths)) > 1:
             raise RequestError(f"token_ids has rows of {sorted(set(lengths))} tokens: give [B, S] ids")
-        session = Session(self.programs, self.weights, prompts, lengths, SamplingParams())
-        lanes = [session.lane(i) for i in range(len(prompts))]
         out = np.empty((len(prompts), len(prompts[0]), self.config.vocab_size), np.float32)
-        for chunk in session.prefill(logits=True):
-            part = out[:, chunk.offset : chunk.offset + chunk.tokens]
-            part[:] = np.asarray(chunk.output.logits)[lanes, : part.shape[1], : part.shape[2]]
+        for group in groups_of(len(prompts), self.plan):
+            mine = prompts[group.start : group.stop]
+            session = Session(self.programs, self.weights, mine, [len(prompt) for prompt in mine], SamplingParams())
+            lanes = [session.lane(i) for i in range(len(mine))]
+            for chunk in session.prefill(logits=True):
+                part = out[group.start : group.stop, chunk.offset : chunk.offset + chunk.tokens]
+                part[:] = np.asarray(chunk.output.logits)[lanes, : part.shape[1], : part.shape[2]]
         return out
 
     def stream(self, prompts: Iterable[Prompt] | str, **sampling: Any) -> Iterator[Token]:

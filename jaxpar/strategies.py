@@ -43,6 +43,11 @@ class Step:
         """Bytes of one activation."""
         return {"float32": 4, "bfloat16": 2, "float16": 2}[self.plan.dtype]
 
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of one token of the residual stream."""
+        return self.config.hidden_size * self.itemsize
+
     @cached_property
     def heads(self) -> HeadLayout:
         """How heads are dealt over tp."""

@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import math
 from dataclasses import replace
+from typing import Any
 
 import jax
+import numpy as np
 import pytest
 from command_line import run
-from sample_models import oracle_runner
+from sample_models import open_session, oracle_runner
 
 from jaxpar.assets import model_dir
 from jaxpar.checkpoint import ModelConfig, read_config
@@ -17,7 +19,7 @@ from jaxpar.errors import PlanError
 from jaxpar.ledger.report import Ledger, make_ledger
 from jaxpar.ledger.traffic import Traffic
 from jaxpar.mesh import MeshSpec
-from jaxpar.plan import Plan
+from jaxpar.plan import PHASES, Phase, Plan
 
 MIB = 2**20
 LLAMA_70B = read_config(model_dir("llama-3-70b"))
@@ -73,9 +75,52 @@ def test_what_is_predicted_is_what_is_traced(mesh: dict[str, int], phase: str, d
         assert make_ledger(config, plan, phase, batch, seq, sampled=sampled).differences == []
 
 
-def test_a_prompt_of_several_chunks_is_counted_by_its_last_step() -> None:
-    counted = make_ledger(LLAMA_70B, Plan(chunk=512), "prefill", 1, 1300)
-    assert (counted.steps, counted.step.tokens, counted.step.keys) == (3, 512, 1312)
+def test_a_prompt_of_several_chunks_is_counted_by_all_its_steps_at_the_sizes_that_they_run_at() -> None:
+    config = replace(LLAMA_70B, num_hidden_layers=2, windows=(None, None))
+    counted = make_ledger(config, Plan(chunk=512), "prefill", 3, 1900)
+    steps = [(part.count, part.step.lanes, part.step.tokens, part.step.keys) for part in counted.steps]
+    assert steps == [(1, 4, 512, 512), (1, 4, 512, 1024), (2, 4, 512, 2048)]
+    assert sum(counted.flops.values()) == sum(part.count * sum(part.flops.values()) for part in counted.steps)
+
+
+def test_a_cache_is_counted_as_the_pool_that_holds_it_and_as_the_tokens_that_need_it() -> None:
+    counted = ledger_70b(5, 100, dp=2, tp=4)
+    a_token = 2 * 80 * 2 * 128 * 2
+    assert counted.pages == 22  # three requests of 7 pages on the fuller replica, rounded up
+    assert counted.cache_bytes == 22 * 16 * a_token
+    assert counted.needed_cache_bytes == 3 * 100 * a_token
+
+
+@pytest.mark.parametrize(("mesh", "batch", "seq"), [("dp=2,tp=2", 5, 37), ("dp=3", 20, 21), ("tp=4", 1, 40)])
+def test_the_ledger_counts_the_shapes_that_a_session_runs(
+    mesh: str, batch: int, seq: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runner = oracle_runner("llama_9_3", mesh, page_size=8, chunk=16)
+    ran: list[tuple[Phase, Any]] = []
+    compiled = runner.programs.step
+
+    def watched(phase: Phase, *kind: Any) -> Any:
+        def run(weights: Any, *arguments: Any) -> Any:
+            ran.append((phase, jax.tree.map(np.shape, arguments)))
+            return compiled(phase, *kind)(weights, *arguments)
+
+        return run
+
+    monkeypatch.setattr(runner.programs, "step", watched)
+    for phase in PHASES:
+        ran.clear()
+        session = open_session(runner, [[1] * (seq - (phase == "decode"))] * batch, phase == "decode")
+        for _ in session.prefill():
+            pass
+        if phase == "decode":
+            session.decode(dict.fromkeys(range(batch), 1))
+        ledger = make_ledger(runner.config, runner.plan, phase, batch, seq)
+        counted = [
+            (phase, jax.tree.map(np.shape, runner.programs.abstract_arguments(part.step, ledger.pages)[1:]))
+            for part in ledger.steps
+            for _ in range(part.count)
+        ]
+        assert [step for step in ran if step[0] == phase] == counted
 
 
 def test_weights_and_cache_are_counted_as_the_devices_hold_them() -> None:

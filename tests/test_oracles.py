@@ -12,11 +12,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from every_plan import every_choice, label
 from oracle_data import GGUF_ORACLES, ORACLES, load_oracle
 from sample_models import oracle_runner, rank_logits, rank_tokens
 
 from jaxpar.attention.cache import Cache
-from jaxpar.engine import session
 from jaxpar.program import Programs
 from jaxpar.runner import Runner
 
@@ -37,7 +37,7 @@ PAGES = {"page_size": 17}
 
 @pytest.fixture(autouse=True)
 def unwritten_pages_are_nan(monkeypatch: pytest.MonkeyPatch) -> None:
-    empty = session.empty_cache
+    empty = Programs.empty_cache
 
     def nan_cache(programs: Programs, pages: int) -> Cache:
         return jax.tree.map(fill, empty(programs, pages))
@@ -45,7 +45,7 @@ def unwritten_pages_are_nan(monkeypatch: pytest.MonkeyPatch) -> None:
     def fill(x: jax.Array) -> jax.Array:
         return jax.device_put(np.full(x.shape, np.nan, x.dtype), x.sharding) if x.dtype != jnp.int32 else x
 
-    monkeypatch.setattr(session, "empty_cache", nan_cache)
+    monkeypatch.setattr(Programs, "empty_cache", nan_cache)
 
 
 def assert_logits(runner: Runner, prompts: Sequence[Sequence[int]], expected: Sequence[np.ndarray]) -> None:
@@ -87,6 +87,18 @@ def test_every_rank_has_the_logits_and_tokens_of_transformers_on_all_other_meshe
     name: str, mesh: str, record_property: Record
 ) -> None:
     assert_is_the_oracle(name, mesh, record_property)
+
+
+# Every way to run: each choice of the registry on both asymmetric meshes, over an oracle with biases and windows.
+CHOICES = {label(choice): choice for choice in every_choice() if choice}
+
+
+@pytest.mark.parametrize("mesh", ASYMMETRIC)
+@pytest.mark.parametrize("choice", CHOICES)
+def test_every_strategy_gives_the_logits_and_tokens_of_transformers(choice: str, mesh: str) -> None:
+    oracle, runner = load_oracle("qwen2_sliding"), oracle_runner("qwen2_sliding", mesh, **PAGES, **CHOICES[choice])
+    assert_logits(runner, oracle.prompts, oracle.logits)
+    assert_tokens(runner, oracle.prompts, oracle.greedy)
 
 
 # Prompts of 16 and 4 tokens fill their pages exactly; those of 19 and 1 end in the middle of one.

@@ -42,17 +42,11 @@ def test_a_sublayer_enters_with_what_it_has_and_leaves_by_one_sum_over_tp() -> N
         assert Plan(MeshSpec(dp=8)).sublayer(phase) == Sublayer(gather=(), sum=(), scatter=())
 
 
-class SequenceParallel(Plan):
-    """The residual stream split over tp as well, which is a value of the plan."""
-
-    @property
-    def residual(self) -> dict[Any, tuple[str, ...]]:
-        return {phase: (*self.tokens(phase), *self.width) for phase in PHASES}
-
-
 def test_a_residual_stream_split_over_tp_turns_the_sum_into_a_gather_and_a_reduce_scatter() -> None:
-    plan = SequenceParallel(MeshSpec(dp=2, tp=4))
-    assert plan.sublayer("prefill") == Sublayer(gather=("tp",), sum=(), scatter=("tp",))
+    plan = Plan(MeshSpec(dp=2, tp=4), sequence_parallel=True)
+    for phase in PHASES:
+        assert plan.residual[phase] == ("dp", "tp")
+        assert plan.sublayer(phase) == Sublayer(gather=("tp",), sum=(), scatter=("tp",))
 
 
 @given(SPECS)

@@ -6,11 +6,14 @@ Programs are only traced, on abstract meshes: 64 ranks need no device.
 from __future__ import annotations
 
 import inspect
+import itertools
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
 import jax
 import pytest
+from every_plan import every_choice, label
 from jax.sharding import AbstractMesh, AxisType
 
 from jaxpar.checkpoint.config import ModelConfig, RopeConfig
@@ -46,11 +49,19 @@ CONFIG = ModelConfig(
 )
 MESHES = ["tp=1", "dp=8", "tp=3", "dp=2,tp=4", "dp=4,tp=2", "dp=8,tp=8", "tp=64", "dp=64"]
 KINDS: dict[str, dict[str, bool]] = {"greedy": {}, "sampled": {"sampled": True}, "logits": {"logits": True}}
-PROGRAMS = [(mesh, phase, kind) for mesh in MESHES for phase in PHASES for kind in KINDS]
+CHOICES = {label(choice): choice for choice in every_choice()}
+PROGRAMS = [
+    pytest.param(mesh, choice, phase, kind, id=f"{mesh}-{choice}-{phase}-{kind}")
+    for choice in CHOICES
+    for mesh in MESHES
+    for phase in PHASES
+    for kind in KINDS
+]
+ON_ONE_WIDTH = [program for program in PROGRAMS if "tp" not in program.values[0] or program.values[0] == "tp=1"]
 
 
-def a_step(mesh: str, phase: Phase, kind: str, dtype: str = "float32") -> Step:
-    plan = Plan(MeshSpec.parse(mesh), page_size=4, dtype=dtype)
+def a_step(mesh: str, phase: Phase, kind: str, choice: str = "default", **fields: Any) -> Step:
+    plan = Plan(MeshSpec.parse(mesh), page_size=4, **{**CHOICES[choice], **fields})
     return Step(CONFIG, plan, phase, lanes=2, tokens=1 if phase == "decode" else 5, keys=12, **KINDS[kind])
 
 
@@ -71,25 +82,31 @@ def predicted(step: Step) -> list[Traffic]:
     return merge(row for strategy in chosen(step) for row in strategy.traffic(step))
 
 
-@pytest.mark.parametrize(("mesh", "phase", "kind"), PROGRAMS)
-def test_predicted_bytes_and_calls_are_the_traced_ones(mesh: str, phase: Phase, kind: str) -> None:
-    step = a_step(mesh, phase, kind)
+@pytest.mark.parametrize(("mesh", "choice", "phase", "kind"), PROGRAMS)
+def test_predicted_bytes_and_calls_are_the_traced_ones(mesh: str, choice: str, phase: Phase, kind: str) -> None:
+    step = a_step(mesh, phase, kind, choice)
     assert compare(predicted(step), traced(step)) == []
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-@pytest.mark.parametrize(("mesh", "phase", "kind"), [p for p in PROGRAMS if p[0] in ("dp=2,tp=4", "dp=8,tp=8")])
+@pytest.mark.parametrize(
+    ("mesh", "choice", "phase", "kind"), [p for p in PROGRAMS if p.values[0] in ("dp=2,tp=4", "dp=8,tp=8")]
+)
 def test_predicted_bytes_and_calls_are_the_traced_ones_in_every_dtype(
-    mesh: str, phase: Phase, kind: str, dtype: str
+    mesh: str, choice: str, phase: Phase, kind: str, dtype: str
 ) -> None:
-    step = a_step(mesh, phase, kind, dtype)
+    step = a_step(mesh, phase, kind, choice, dtype=dtype)
     assert compare(predicted(step), traced(step)) == []
-    half, full = (sum(row.sent_bytes for row in rows if row.sublayer != "sampling")
-                  for rows in (traced(step), traced(a_step(mesh, phase, kind))))  # fmt: skip
+    half, full = (
+        sum(row.sent_bytes for row in traced(one) if row.sublayer != "sampling")
+        for one in (step, a_step(mesh, phase, kind, choice))
+    )
     assert 2 * half == full
 
 
-@pytest.mark.parametrize(("mesh", "phase", "kind"), PROGRAMS)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("phase", PHASES)
+@pytest.mark.parametrize("mesh", MESHES)
 def test_a_layer_holds_exactly_two_all_reduces_and_only_the_embedding_and_sampling_add_to_them(
     mesh: str, phase: Phase, kind: str
 ) -> None:
@@ -105,20 +122,38 @@ def test_a_layer_holds_exactly_two_all_reduces_and_only_the_embedding_and_sampli
         assert calls == {"embedding": 1, "attention": LAYERS, "ffn": LAYERS, **sampling[kind]}
 
 
+@pytest.mark.parametrize("tokens", [1, 2, 3, 8])
+def test_sequence_parallelism_sends_what_the_all_reduces_send_of_as_many_rows(tokens: int) -> None:
+    # Rows are filled up to a multiple of tp; the head adds one sum of the two last tokens.
+    whole, split = (
+        replace(a_step("dp=2,tp=4", "prefill", "greedy", choice), tokens=rows)
+        for choice, rows in (("default", -(-tokens // 2) * 2), ("sequence_parallel=True", tokens))
+    )
+    layers = [sum(row.sent_bytes for row in traced(step) if row.sublayer in ("attention", "ffn"))
+              for step in (whole, split)]  # fmt: skip
+    assert layers[0] == layers[1]
+    assert {row.collective for row in traced(split) if row.sublayer in ("attention", "ffn")} == {
+        "all_gather",
+        "reduce_scatter",
+    }
+
+
 def test_sampling_sends_counts_and_never_the_vocabulary() -> None:
     # Two lanes: two maxima and two sums of [2], one sum of [2, 2], and 16 rounds of [2, 15], float32, over 4 ranks.
     sent = sum(row.sent_bytes for row in traced(a_step("dp=2,tp=4", "decode", "sampled")) if row.sublayer == "sampling")
     assert sent == (4 * 8 + 16 + 16 * 120) * 2 * 3 // 4
 
 
-@pytest.mark.parametrize(("mesh", "phase", "kind"), [p for p in PROGRAMS if "tp" not in p[0] or p[0] == "tp=1"])
-def test_one_device_and_replicas_alone_hold_no_collective_at_all(mesh: str, phase: Phase, kind: str) -> None:
-    assert count_collectives(jaxpr(a_step(mesh, phase, kind))) == 0
+@pytest.mark.parametrize(("mesh", "choice", "phase", "kind"), ON_ONE_WIDTH)
+def test_one_device_and_replicas_alone_hold_no_collective_at_all(
+    mesh: str, choice: str, phase: Phase, kind: str
+) -> None:
+    assert count_collectives(jaxpr(a_step(mesh, phase, kind, choice))) == 0
 
 
-@pytest.mark.parametrize(("mesh", "phase", "kind"), PROGRAMS)
-def test_no_collective_stands_where_ranks_may_part_ways(mesh: str, phase: Phase, kind: str) -> None:
-    step = a_step(mesh, phase, kind)
+@pytest.mark.parametrize(("mesh", "choice", "phase", "kind"), PROGRAMS)
+def test_no_collective_stands_where_ranks_may_part_ways(mesh: str, choice: str, phase: Phase, kind: str) -> None:
+    step = a_step(mesh, phase, kind, choice)
     assert uniform_control_violations(jaxpr(step), step.plan.mesh.sizes) == []
 
 
@@ -136,12 +171,13 @@ def test_a_strategy_is_a_module_with_the_function_its_closed_form_and_its_check(
     assert module.__doc__.startswith(f"`{strategy.name}`")
     assert (strategy.traffic, strategy.check) == (module.traffic, module.check)
     assert set(strategy.axes) <= set(AXES)
-    assert bool(strategy.axes) == bool(strategy.collectives) or strategy.sublayer == "head"
+    assert bool(strategy.axes) == bool(strategy.collectives)
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES, ids=lambda strategy: f"{strategy.sublayer}:{strategy.name}")
 def test_a_strategy_sends_by_the_collectives_and_over_the_axes_that_it_names(strategy: Strategy) -> None:
-    rows = strategy.traffic(a_step("dp=2,tp=3", "prefill", "sampled"))
+    steps = itertools.product(["dp=2,tp=3", "dp=2,tp=4"], PHASES, KINDS, CHOICES)
+    rows = [row for step in steps for row in strategy.traffic(a_step(*step))]
     assert {row.collective for row in rows} == set(strategy.collectives)
     assert {axis for row in rows for axis in row.axes} == (set(strategy.axes) if rows else set())
 

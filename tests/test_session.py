@@ -15,12 +15,11 @@ from hypothesis import strategies as st
 from sample_models import open_session, write_model
 
 import jaxpar
-from jaxpar.engine import session
-from jaxpar.engine.lanes import assign, bucket
-from jaxpar.engine.session import empty_cache
+from jaxpar.engine.lanes import assign
+from jaxpar.engine.sizes import bucket, lanes_of, pool_size
 from jaxpar.mesh import MeshSpec
 from jaxpar.plan import PHASES, Phase, Plan
-from jaxpar.program import StepBatch
+from jaxpar.program import Programs, StepBatch
 from jaxpar.runner import Runner
 from jaxpar.vocabulary.sampling import SamplingArrays
 
@@ -52,6 +51,18 @@ def test_sizes_are_rounded_up_to_a_power_of_two(n: int) -> None:
     assert n <= size < 2 * n
 
 
+@given(st.integers(1, 10**6))
+def test_a_pool_of_pages_is_at_most_an_eighth_larger_than_what_it_holds(n: int) -> None:
+    assert n <= pool_size(n) <= n + n // 8
+
+
+@given(st.integers(1, 10**4), st.integers(1, 4))
+def test_lanes_are_as_many_as_requests_up_to_the_next_size(requests: int, dp: int) -> None:
+    lanes, each = lanes_of(requests, Plan(MeshSpec(dp=dp))), -(-requests // dp)
+    assert each <= lanes < max(2 * each, each + 8)
+    assert lanes in (1, 2, 4) or lanes % 8 == 0
+
+
 @given(st.lists(st.integers(1, 50), min_size=1, max_size=17), st.integers(1, 4), st.integers(1, 16))
 def test_every_request_has_a_lane_and_pages_of_its_own(capacity: list[int], dp: int, page_size: int) -> None:
     lanes = assign(capacity, Plan(MeshSpec(dp=dp, tp=2), page_size=page_size))
@@ -73,7 +84,7 @@ def test_requests_are_spread_evenly_and_lanes_are_the_same_on_every_replica(coun
     lanes = assign([1] * count, Plan(MeshSpec(dp=dp)))
     local = lanes.total // dp
     assert lanes.total == local * dp
-    assert local == bucket(-(-count // dp))
+    assert local == lanes_of(count, Plan(MeshSpec(dp=dp)))
     of_replica = np.bincount([lane // local for lane in lanes.lane], minlength=dp)
     assert of_replica.max() - of_replica.min() <= 1
 
@@ -110,12 +121,13 @@ def test_a_second_runner_of_the_same_sizes_compiles_its_own_programs_so_the_coun
 ) -> None:
     for _ in range(2):
         jaxpar.load(model).generate([[1, 2, 3]], max_new_tokens=2, ignore_eos=True)
-    assert len(compiled) == 4
+    assert len(compiled) == 6  # prefill, decode, and an empty cache
 
 
 def test_a_step_gives_the_caches_memory_to_the_next(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[Any] = []
-    monkeypatch.setattr(session, "empty_cache", lambda *args: made.append(empty_cache(*args)) or made[-1])
+    empty = Programs.empty_cache
+    monkeypatch.setattr(Programs, "empty_cache", lambda *args: made.append(empty(*args)) or made[-1])
     runner = jaxpar.load(model, mesh="dp=2,tp=2")
     runner.logits([[1, 2, 3]])
     assert all(x.is_deleted() for x in jax.tree.leaves(made))
@@ -150,7 +162,7 @@ def batches(runner: Runner, phase: Phase) -> Iterator[StepBatch]:
 def test_axes_of_size_1_are_bit_identical_to_no_axes_at_all(model: Path, phase: Phase, kind: dict[str, bool]) -> None:
     runner = jaxpar.load(model, mesh="dp=1,tp=1", page_size=4)
     programs, flags = runner.programs, {"logits": False, "sampled": False, **kind}
-    with_mesh, without = empty_cache(programs, 4), jax.device_get(empty_cache(programs, 4))
+    with_mesh, without = programs.empty_cache(4), jax.device_get(programs.empty_cache(4))
     weights = jax.device_get(runner.weights)
     plain = jax.jit(lambda *arguments: programs._local_step(*arguments, phase, **flags))
     for batch in batches(runner, phase):

@@ -34,7 +34,7 @@ def ledger(
     from jaxpar.checkpoint import open_checkpoint
     from jaxpar.devices import ensure_devices, make_mesh
     from jaxpar.ledger.render import render
-    from jaxpar.ledger.report import make_ledger, make_step
+    from jaxpar.ledger.report import make_ledger, make_steps
     from jaxpar.presets import resolve_mesh
     from jaxpar.runner import make_plan
 
@@ -43,7 +43,7 @@ def ledger(
     fields: dict[str, Any] = {"chunk": chunk, "page_size": page_size, "dtype": dtype or config.dtype}
     plan = make_plan(spec, fields | ({"experts_over": preset.experts_over} if preset else {}))
     plan.check_runnable()
-    make_step(config, plan, phase, batch, context)  # type: ignore[arg-type]  # it checks the phase
+    make_steps(config, plan, phase, batch, context)  # type: ignore[arg-type]  # it checks the phase
     devices = make_mesh(spec, ensure_devices(spec, platform)) if compile_ else None
     with ERR.status(f"Compiling for {spec}") if compile_ and ERR.is_terminal else ERR.capture():
         counted = make_ledger(config, plan, phase, batch, context, devices, sampled)  # type: ignore[arg-type]

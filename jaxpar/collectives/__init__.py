@@ -3,8 +3,8 @@
 Over no axes every function is the identity, so that the program of one device holds no collective.
 """
 
-from jaxpar.collectives.exchange import enter, leave
-from jaxpar.collectives.reduce import all_max, all_min, all_sum, gather_tokens, scatter_sum
+from jaxpar.collectives.exchange import enter, leave, pick_rows
+from jaxpar.collectives.reduce import all_max, all_min, all_sum, gather_tokens, rank_index, scatter_sum
 from jaxpar.collectives.types import to_varying, varying_axes
 
 __all__ = [
@@ -14,6 +14,8 @@ __all__ = [
     "enter",
     "gather_tokens",
     "leave",
+    "pick_rows",
+    "rank_index",
     "scatter_sum",
     "to_varying",
     "varying_axes",

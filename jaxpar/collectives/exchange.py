@@ -4,6 +4,8 @@ residual [T, D]                                        residual [T, D]
 |  enter: gather the tokens that other ranks hold      ^  leave: sum the partial results,
 v                                                      |         or scatter the sum over tokens
 the sublayer's own work, on its slice of the width --------+
+
+Where the tokens are split over ranks that do not divide them, the last ranks hold rows of zeros.
 """
 
 from __future__ import annotations
@@ -11,18 +13,56 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import jax
+import jax.numpy as jnp
+from jax import lax
 
-from jaxpar.collectives.reduce import gather_tokens, scatter_sum
+from jaxpar.collectives.reduce import all_sum, gather_tokens, scatter_sum
+from jaxpar.ledger.traffic import Traffic, all_gather_bytes, reduce_scatter_bytes
 from jaxpar.plan import Sublayer
+from jaxpar.strategies import Step
 
 AllReduce = Callable[[jax.Array, tuple[str, ...]], jax.Array]
 
 
-def enter(x: jax.Array, sublayer: Sublayer) -> jax.Array:
-    """Residual tokens [T, D] -> the tokens that the sublayer works on."""
-    return gather_tokens(x, sublayer.gather)
+def enter(x: jax.Array, sublayer: Sublayer, tokens: int) -> jax.Array:
+    """Residual rows -> the `tokens` rows [T, D] that the sublayer works on."""
+    return gather_tokens(x, sublayer.gather)[:tokens]
 
 
 def leave(partial: jax.Array, sublayer: Sublayer, all_reduce: AllReduce) -> jax.Array:
     """A rank's partial result [T, D] -> its contribution to the residual stream, summed exactly once."""
-    return scatter_sum(all_reduce(partial, sublayer.sum), sublayer.scatter)
+    if not sublayer.scatter:
+        return all_reduce(partial, sublayer.sum)
+    padding = -partial.shape[0] % lax.axis_size(sublayer.scatter)
+    return scatter_sum(all_reduce(jnp.pad(partial, ((0, padding), (0, 0))), sublayer.sum), sublayer.scatter)
+
+
+def pick_rows(x: jax.Array, rows: jax.Array, axes: tuple[str, ...]) -> jax.Array:
+    """Rows [N] of the matrix of which each rank of `axes` holds a slice `x` [R, D], in order -> [N, D] on every rank.
+
+    The rank that holds a row gives it and the others zeros, so that the sum is exact; over no axes nothing is sent.
+    """
+    if not axes:
+        return x[rows]
+    local = rows - lax.axis_index(axes) * x.shape[0]
+    mine = (local >= 0) & (local < x.shape[0])
+    held = x[jnp.clip(local, 0, x.shape[0] - 1)]
+    return all_sum(jnp.where(mine[:, None], held, jnp.zeros((), x.dtype)), axes)
+
+
+def enter_traffic(step: Step, scope: tuple[str, str], gather: tuple[str, ...], calls: int) -> list[Traffic]:
+    """What `enter` sends for the (sublayer, strategy) of `scope`: all-gathers of a rank's slice of the rows."""
+    if not gather:
+        return []
+    ranks = step.ranks(gather)
+    message = -(-step.rows // ranks) * step.row_bytes
+    return [Traffic(*scope, "all_gather", gather, calls, message, calls * all_gather_bytes(message, ranks))]
+
+
+def scatter_traffic(step: Step, scope: tuple[str, str], scatter: tuple[str, ...], calls: int) -> list[Traffic]:
+    """What `leave` sends where it scatters: reduce-scatters of the rows, filled up to a multiple of the ranks."""
+    if not scatter:
+        return []
+    ranks = step.ranks(scatter)
+    message = -(-step.rows // ranks) * ranks * step.row_bytes
+    return [Traffic(*scope, "reduce_scatter", scatter, calls, message, calls * reduce_scatter_bytes(message, ranks))]

@@ -8,19 +8,27 @@ rank 3: p3 -+
 
 from __future__ import annotations
 
+from jaxpar.collectives.exchange import enter_traffic, scatter_traffic
 from jaxpar.collectives.reduce import all_sum
 from jaxpar.ledger.traffic import Traffic, all_reduce_bytes
 from jaxpar.strategies import Step, Strategy
 
 
 def traffic(step: Step) -> list[Traffic]:
-    """Two all-reduces of the residual's [T, D] a layer; ring: each rank sends 2(P-1)/P of it."""
-    axes = step.plan.sublayer(step.phase).sum
-    if not axes:
-        return []
-    layers, message = step.config.num_hidden_layers, step.rows * step.config.hidden_size * step.itemsize
-    sent = layers * all_reduce_bytes(message, step.ranks(axes))
-    return [Traffic(name, "psum", "all_reduce", axes, layers, message, sent) for name in ("attention", "ffn")]
+    """Two all-reduces of the residual's [T, D] a layer; ring: each rank sends 2(P-1)/P of it.
+
+    Where the residual stream is split over tp, each is an all-gather before and a reduce-scatter after: the same bytes.
+    """
+    rows, layers, message = [], step.config.num_hidden_layers, step.rows * step.row_bytes
+    sublayer = step.plan.sublayer(step.phase)
+    for name in ("attention", "ffn"):
+        scope, axes = (name, "psum"), sublayer.sum
+        rows += enter_traffic(step, scope, sublayer.gather, layers)
+        rows += scatter_traffic(step, scope, sublayer.scatter, layers)
+        if axes:
+            sent = layers * all_reduce_bytes(message, step.ranks(axes))
+            rows.append(Traffic(*scope, "all_reduce", axes, layers, message, sent))
+    return rows
 
 
 def check(step: Step) -> str | None:
@@ -32,7 +40,7 @@ STRATEGY = Strategy(
     name="psum",
     sublayer="all_reduce",
     axes=("tp",),
-    collectives=("all_reduce",),
+    collectives=("all_reduce", "all_gather", "reduce_scatter"),
     needs="any shape",
     run=all_sum,
     traffic=traffic,

@@ -23,6 +23,11 @@ def _require_varying(operation: str, x: jax.Array, axes: tuple[str, ...]) -> Non
         )
 
 
+def rank_index(axes: tuple[str, ...]) -> jax.Array | int:
+    """This rank's place among those of `axes`; over no axes there is one, and nothing varies."""
+    return lax.axis_index(axes) if axes else 0
+
+
 def all_sum(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
     """Sum of every rank's `x`, on every rank. Same shape; raises PlanError unless `x` varies over all `axes`."""
     if not axes:

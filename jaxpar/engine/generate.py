@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 import numpy as np
 
 from jaxpar.checkpoint.tokenizer import Tokenizer
 from jaxpar.engine.requests import Completion, FinishReason, SamplingParams, Token
 from jaxpar.engine.session import Session
+from jaxpar.engine.sizes import groups_of
 from jaxpar.engine.text import TextStream
 from jaxpar.errors import JaxparError
 from jaxpar.program import Programs, StepOutput, Weights
@@ -26,11 +28,9 @@ def stream_tokens(
 
     At most `plan.max_num_seqs` requests a replica run at once; the others wait for the group before them to end.
     """
-    at_once = programs.plan.max_num_seqs * programs.plan.mesh.dp * programs.plan.mesh.ep
-    for first in range(0, len(prompts), at_once):
-        group = prompts[first : first + at_once]
-        for token in _run_group(programs, weights, group, params, tokenizer):
-            yield Token(first + token.index, token.token_id, token.text, token.logprob, token.finish_reason)
+    for group in groups_of(len(prompts), programs.plan):
+        for token in _run_group(programs, weights, [prompts[i] for i in group], params, tokenizer):
+            yield replace(token, index=group[token.index])
 
 
 def _run_group(

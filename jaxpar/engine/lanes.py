@@ -1,4 +1,4 @@
-"""Where requests sit: which replica and lane, which pages, and the few sizes for which programs are compiled."""
+"""Where requests sit: which replica and lane, and which pages."""
 
 from __future__ import annotations
 
@@ -7,12 +7,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from jaxpar.engine.sizes import lanes_of, pages_of, pool_size
 from jaxpar.plan import Plan
-
-
-def bucket(n: int) -> int:
-    """The power of two at or above n: sizes are rounded up to it, so that few programs serve all lengths."""
-    return 1 << (n - 1).bit_length()
 
 
 @dataclass(frozen=True)
@@ -32,12 +28,11 @@ class Lanes:
 def assign(capacity: Sequence[int], plan: Plan) -> Lanes:
     """Give each request, which will store up to `capacity[i]` tokens, a lane and its pages.
 
-    Requests go to replicas in turn; each replica's number of lanes is rounded up to a power of two, and lanes without
-    a request do nothing.
+    Requests go to replicas in turn; lanes without a request do nothing.
     """
     replicas = plan.mesh.dp * plan.mesh.ep
-    local = bucket(-(-len(capacity) // replicas))
-    pages = [-(-tokens // plan.page_size) for tokens in capacity]
+    local = lanes_of(len(capacity), plan)
+    pages = [pages_of(tokens, plan) for tokens in capacity]
     table = np.full((replicas * local, max(pages)), -1, np.int32)
     used = [0] * replicas
     lane = []
@@ -47,4 +42,4 @@ def assign(capacity: Sequence[int], plan: Plan) -> Lanes:
         table[row, :count] = np.arange(used[replica], used[replica] + count)
         used[replica] += count
         lane.append(row)
-    return Lanes(replicas * local, lane, table, bucket(max(used)))
+    return Lanes(replicas * local, lane, table, pool_size(max(used)))

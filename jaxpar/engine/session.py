@@ -5,13 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 
-from jaxpar.attention.cache import Cache, cache_shapes
-from jaxpar.engine.lanes import assign, bucket
+from jaxpar.engine.lanes import assign
 from jaxpar.engine.requests import SamplingParams
+from jaxpar.engine.sizes import prefill_chunks, table_width
 from jaxpar.plan import Phase
 from jaxpar.program import Programs, StepBatch, StepOutput, Weights
 from jaxpar.vocabulary.sampling import SamplingArrays
@@ -24,23 +22,6 @@ class Chunk(NamedTuple):
     tokens: int
     ended: list[int]
     output: StepOutput
-
-
-def empty_cache(programs: Programs, pages: int) -> Cache:
-    """A cache with no key in it, sharded as the plan says; `pages` on every rank."""
-
-    def make(shape: jax.ShapeDtypeStruct, sharding: jax.sharding.NamedSharding) -> jax.Array:
-        fill = -1 if jnp.issubdtype(shape.dtype, jnp.integer) else 0
-        return jax.make_array_from_callback(
-            shape.shape,
-            sharding,
-            lambda index: np.full(
-                [len(range(*s.indices(n))) for s, n in zip(index or (), shape.shape, strict=True)], fill, shape.dtype
-            ),
-        )
-
-    shapes = cache_shapes(programs.planes, pages, programs.plan)
-    return jax.tree.map(make, shapes, programs.sharded(programs.cache_specs()))
 
 
 class Session:
@@ -65,7 +46,7 @@ class Session:
         """
         self._programs, self._weights, self._prompts = programs, weights, prompts
         self._lanes = assign(capacity, programs.plan)
-        self._cache = empty_cache(programs, self._lanes.pages)
+        self._cache = programs.empty_cache(self._lanes.pages)
         self._stored = np.zeros(self._lanes.total, np.int32)
         self._params = params
 
@@ -75,9 +56,7 @@ class Session:
         The output of a chunk has the next token of the requests that end in it, or with `logits` those of every token.
         """
         longest = max(len(prompt) for prompt in self._prompts)
-        chunk = self._programs.plan.chunk
-        for offset in range(0, longest, chunk):
-            size = min(bucket(min(chunk, longest - offset)), chunk)
+        for offset, size in prefill_chunks(longest, self._programs.plan):
             new = {i: prompt[offset : offset + size] for i, prompt in enumerate(self._prompts)}
             ended = [i for i, prompt in enumerate(self._prompts) if offset < len(prompt) <= offset + size]
             yield Chunk(offset, size, ended, self._step("prefill", new, size, logits))
@@ -108,8 +87,8 @@ class Session:
         return output
 
     def _table(self) -> np.ndarray:
-        """Page tables as wide as the longest request so far, rounded up to a power of two."""
-        width = bucket(-(-int(self._stored.max()) // self._programs.plan.page_size))
+        """Page tables as wide as the longest request so far needs."""
+        width = table_width(int(self._stored.max()), self._programs.plan)
         table = self._lanes.table[:, :width]
         return np.pad(table, ((0, 0), (0, width - table.shape[1])), constant_values=-1)
 
@@ -123,5 +102,5 @@ class Session:
             lanes(params.top_k, np.int32),
             lanes(params.top_p, np.float32),
             lanes(params.seed, np.uint32),
-            self._stored,
+            self._stored.copy(),  # a step that still runs must not see the next one's
         )

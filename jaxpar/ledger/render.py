@@ -11,20 +11,35 @@ from jaxpar.tables import human_bytes, table
 
 
 def render(ledger: Ledger, preset: Preset | None = None) -> Group:
-    """Traffic, FLOPs and memory of one rank in one step; `preset` adds what its device offers."""
-    parts: list[RenderableType] = [Text(_headline(ledger)), "", _traffic(ledger), "", _flops(ledger), ""]
-    parts += [_memory(ledger, preset), "", Text(_verdict(ledger))]
+    """Traffic, FLOPs and memory of one rank; `preset` adds what its device offers."""
+    parts: list[RenderableType] = [Text(_headline(ledger)), "", _steps(ledger), "", _traffic(ledger), ""]
+    parts += [_flops(ledger), "", _memory(ledger, preset), "", Text(_verdict(ledger))]
     return Group(*parts)
 
 
 def _headline(ledger: Ledger) -> str:
-    step, mesh = ledger.step, ledger.step.plan.mesh
-    tokens = f"{_count(step.tokens, 'token')} each"
-    steps = f", the last of {ledger.steps} steps" if ledger.steps > 1 else ""
+    mesh = ledger.plan.mesh
     return (
-        f"{step.phase} on {mesh} ({_count(mesh.size, 'device')}), {step.plan.dtype}: "
-        f"{_count(ledger.batch, 'request')} as {step.lanes} on each of {_count(mesh.dp * mesh.ep, 'replica')}, "
-        f"{tokens}, {step.keys} keys{steps}; one rank, one step"
+        f"{ledger.phase} on {mesh} ({_count(mesh.size, 'device')}), {ledger.plan.dtype}: "
+        f"{_count(ledger.batch, 'request')} of {_count(ledger.seq, 'token')} on "
+        f"{_count(mesh.dp * mesh.ep, 'replica')}; what one rank does"
+    )
+
+
+def _steps(ledger: Ledger) -> RenderableType:
+    rows = [
+        (
+            part.count,
+            part.step.lanes,
+            part.step.tokens,
+            part.step.keys,
+            human_bytes(sum(row.sent_bytes for row in part.traffic)),
+            f"{sum(part.flops.values()):.4g}",
+        )
+        for part in ledger.steps
+    ]
+    return table(
+        "Steps", ("steps", "lanes", "tokens a lane", "keys a lane", "sent a step", "FLOPs a step"), rows, left=0
     )
 
 
@@ -55,11 +70,14 @@ def _flops(ledger: Ledger) -> RenderableType:
 
 
 def _memory(ledger: Ledger, preset: Preset | None) -> RenderableType:
-    ranks = ledger.step.plan.mesh.size
+    ranks = ledger.plan.mesh.size
     rows = [
         ("weights", human_bytes(ledger.weight_bytes), human_bytes(ledger.weight_bytes * ranks)),
         ("KV cache", human_bytes(ledger.cache_bytes), human_bytes(ledger.cache_bytes * ranks)),
     ]
+    if ledger.needed_cache_bytes < ledger.cache_bytes:
+        needed = ledger.needed_cache_bytes
+        rows.append((f"  needed of its {ledger.pages} pages", human_bytes(needed), human_bytes(needed * ranks)))
     if ledger.compiled is not None:
         name = f"temporaries ({ledger.compiled.backend} compiler)"
         rows.append((name, human_bytes(ledger.compiled.temporary_bytes), ""))

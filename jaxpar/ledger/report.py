@@ -1,7 +1,8 @@
-"""The ledger of one step: traffic, FLOPs and memory of each rank, every figure with where it comes from."""
+"""The ledger of a phase: traffic, FLOPs and memory of each rank, every figure with where it comes from."""
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -9,13 +10,14 @@ import jax
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
 from jaxpar.checkpoint.config import ModelConfig
+from jaxpar.engine.sizes import lanes_of, pages_of, pool_size, prefill_chunks, table_width
 from jaxpar.errors import PlanError
 from jaxpar.ledger.compiled import Change, compare_compiled
 from jaxpar.ledger.flops import trace_flops
 from jaxpar.ledger.hlo import parse_collectives
 from jaxpar.ledger.predict import local_bytes, predict_flops, predict_traffic
 from jaxpar.ledger.trace import trace_traffic
-from jaxpar.ledger.traffic import Traffic, compare, merge
+from jaxpar.ledger.traffic import Traffic, compare, merge, times
 from jaxpar.mesh import AXES
 from jaxpar.plan import PHASES, Phase, Plan
 from jaxpar.program import Programs
@@ -24,7 +26,7 @@ from jaxpar.strategies import Step
 
 @dataclass(frozen=True)
 class Compiled:
-    """What the compiler says of the step: bytes of temporaries on a rank, and how it changed the collectives."""
+    """What the compiler says of a step: bytes of temporaries on a rank, and how it changed the collectives."""
 
     backend: str
     temporary_bytes: int
@@ -32,68 +34,106 @@ class Compiled:
 
 
 @dataclass(frozen=True)
-class Ledger:
-    """What one step costs on each rank.
+class StepLedger:
+    """What one step costs on each rank, and how often it runs (`count`).
 
     `traffic` and `flops` are the closed forms, `traced` and `traced_flops` those of the jaxpr, `differences` one line
-    for each figure on which they differ (none, if all is well). `weight_bytes` and `cache_bytes` are exact. `compiled`
-    is None where nothing was compiled. A prefill of `steps` chunks is shown by its last, largest step.
+    for each figure on which they differ (none, if all is well).
     """
 
     step: Step
-    batch: int
-    seq: int
-    steps: int
+    count: int
     traffic: list[Traffic]
     traced: list[Traffic]
     flops: dict[str, int]
     traced_flops: dict[str, int]
     differences: list[str]
+
+
+@dataclass(frozen=True)
+class Ledger:
+    """What one phase costs on each rank: a decode step, or all steps of a prefill.
+
+    `steps` are those of different sizes, in order. Sizes are those that the engine runs: lanes, tokens, page tables and
+    the pool of `pages` pages are rounded up. `cache_bytes` is the pool that a rank holds, `needed_cache_bytes` the part
+    that the tokens asked for need. `compiled` is the largest step as the compiler made it, None where nothing was
+    compiled.
+    """
+
+    plan: Plan
+    phase: Phase
+    batch: int
+    seq: int
+    steps: list[StepLedger]
+    pages: int
     weight_bytes: int
     cache_bytes: int
+    needed_cache_bytes: int
     compiled: Compiled | None
 
     @property
+    def traffic(self) -> list[Traffic]:
+        """All steps together, by closed form."""
+        return merge(times(row, part.count) for part in self.steps for row in part.traffic)
+
+    @property
+    def flops(self) -> dict[str, int]:
+        """All steps together, by sublayer and closed form."""
+        total: Counter[str] = Counter()
+        for part in self.steps:
+            total.update({name: part.count * flops for name, flops in part.flops.items()})
+        return dict(total)
+
+    @property
+    def differences(self) -> list[str]:
+        """Where a step's closed forms and its jaxpr differ; none, if all is well."""
+        return [line for part in self.steps for line in part.differences]
+
+    @property
     def sent_bytes(self) -> int:
-        """Bytes that one rank sends in a step."""
+        """Bytes that one rank sends in all steps."""
         return sum(row.sent_bytes for row in self.traffic)
 
     def to_json(self) -> dict[str, Any]:
         """Every figure, in bytes and FLOPs of one rank, as plain data."""
-        plan = self.step.plan
         return {
-            "mesh": plan.mesh.sizes,
-            "dtype": plan.dtype,
-            "phase": self.step.phase,
+            "mesh": self.plan.mesh.sizes,
+            "dtype": self.plan.dtype,
+            "phase": self.phase,
             "batch": self.batch,
             "context": self.seq,
-            "lanes": self.step.lanes,
-            "tokens": self.step.tokens,
-            "keys": self.step.keys,
-            "steps": self.steps,
-            "sampled": self.step.sampled,
+            "steps": [_step_json(part) for part in self.steps],
             "traffic": [asdict(row) for row in self.traffic],
-            "traced": [asdict(row) for row in self.traced],
             "sent_bytes": self.sent_bytes,
             "flops": self.flops,
-            "traced_flops": self.traced_flops,
             "agree": not self.differences,
             "differences": self.differences,
             "weight_bytes": self.weight_bytes,
+            "cache_pages": self.pages,
             "cache_bytes": self.cache_bytes,
-            "compiled": self.compiled
-            and {
-                "backend": self.compiled.backend,
-                "temporary_bytes": self.compiled.temporary_bytes,
-                "changes": [asdict(change) for change in self.compiled.changes],
-            },
+            "needed_cache_bytes": self.needed_cache_bytes,
+            "compiled": self.compiled and asdict(self.compiled),
         }
 
 
-def make_step(
+def _step_json(part: StepLedger) -> dict[str, Any]:
+    return {
+        "count": part.count,
+        "lanes": part.step.lanes,
+        "tokens": part.step.tokens,
+        "keys": part.step.keys,
+        "sampled": part.step.sampled,
+        "traffic": [asdict(row) for row in part.traffic],
+        "traced": [asdict(row) for row in part.traced],
+        "flops": part.flops,
+        "traced_flops": part.traced_flops,
+    }
+
+
+def make_steps(
     config: ModelConfig, plan: Plan, phase: Phase, batch: int, seq: int, sampled: bool = False
-) -> tuple[Step, int]:
-    """The step of `batch` requests of `seq` tokens, and how many such steps a phase takes.
+) -> dict[Step, int]:
+    """The different steps that `batch` requests of `seq` tokens take, and how often each runs.
 
     Raises:
         PlanError: an unknown phase, numbers below 1, or more tokens than the model's context.
@@ -103,13 +143,17 @@ def make_step(
     for name, value in (("batch", batch), ("context", seq)):
         if value < 1:
             raise PlanError(f"{name}={value}: it must be at least 1")
-    if seq > config.max_position_embeddings:
-        raise PlanError(f"context={seq} is more than the model's {config.max_position_embeddings} positions")
-    lanes = -(-batch // (plan.mesh.dp * plan.mesh.ep))
-    keys = -(-seq // plan.page_size) * plan.page_size
-    tokens = 1 if phase == "decode" else min(plan.chunk, seq)
-    steps = 1 if phase == "decode" else -(-seq // plan.chunk)
-    return Step(config, plan, phase, lanes, tokens, keys, sampled=sampled), steps
+    context = config.max_position_embeddings
+    if seq > context:
+        raise PlanError(f"context={seq} is more than the model's {context} positions: ask for {context} or less")
+    lanes = lanes_of(batch, plan)
+    stored = [(1, seq)]
+    if phase == "prefill":
+        stored = [(size, min(offset + size, seq)) for offset, size in prefill_chunks(seq, plan)]
+    return Counter(
+        Step(config, plan, phase, lanes, tokens, table_width(held, plan) * plan.page_size, sampled=sampled)
+        for tokens, held in stored
+    )
 
 
 def make_ledger(
@@ -121,28 +165,48 @@ def make_ledger(
     mesh: Mesh | AbstractMesh | None = None,
     sampled: bool = False,
 ) -> Ledger:
-    """Count one step.
+    """Count a decode step or a whole prefill.
 
     Args:
         config: the model; weights are not needed.
         plan: how it runs.
         phase: "prefill" or "decode".
-        batch: requests in all, padded to a multiple of the replicas.
-        seq: tokens of each request: those that prefill takes, or those cached when a decode step runs.
+        batch: requests in all, as many of which run at once, whatever the plan's `max_num_seqs`.
+        seq: tokens of each request: those that prefill takes, or those cached when a decode step has stored its own.
         mesh: devices to compile for; None or an abstract mesh counts without compiling, which needs no device.
         sampled: whether tokens are drawn by temperature, top-k and top-p, or greedily.
 
     Raises:
-        PlanError: see make_step; or an axis that cannot run yet.
+        PlanError: see make_steps; or an axis that cannot run yet.
     """
-    step, steps = make_step(config, plan, phase, batch, seq, sampled)
+    steps = make_steps(config, plan, phase, batch, seq, sampled)
     sizes = plan.mesh.sizes
     abstract = AbstractMesh(tuple(sizes[axis] for axis in AXES), AXES, axis_types=(AxisType.Auto,) * len(AXES))
     programs = Programs(config, plan, mesh or abstract)
-    pages = step.lanes * step.keys // plan.page_size
-    arguments = programs.abstract_arguments(step, pages)
-    jaxpr = jax.make_jaxpr(programs.spmd(phase, sampled=sampled))(*arguments)
-    traffic, traced = predict_traffic(step), merge(trace_traffic(jaxpr, sizes))
+    requests = -(-batch // (plan.mesh.dp * plan.mesh.ep))
+    pages = pool_size(requests * pages_of(seq, plan))
+    counted = [_count(programs, step, count, pages) for step, count in steps.items()]
+    weights, cache, _ = programs.abstract_arguments(counted[0].step, pages)
+    cache_bytes = local_bytes(cache.planes, programs.cache_specs().planes, sizes)
+    largest = max(counted, key=lambda part: part.step.tokens * part.step.keys)
+    return Ledger(
+        plan=plan,
+        phase=phase,
+        batch=batch,
+        seq=seq,
+        steps=counted,
+        pages=pages,
+        weight_bytes=local_bytes(weights, programs.weight_specs, sizes),
+        cache_bytes=cache_bytes,
+        needed_cache_bytes=cache_bytes // (pages * plan.page_size) * requests * seq,
+        compiled=_compile(programs, mesh, largest, pages) if isinstance(mesh, Mesh) else None,
+    )
+
+
+def _count(programs: Programs, step: Step, count: int, pages: int) -> StepLedger:
+    program = programs.spmd(step.phase, sampled=step.sampled)
+    jaxpr = jax.make_jaxpr(program)(*programs.abstract_arguments(step, pages))
+    traffic, traced = predict_traffic(step), merge(trace_traffic(jaxpr, step.plan.mesh.sizes))
     flops, traced_flops = predict_flops(step), {row.sublayer: row.flops for row in trace_flops(jaxpr)}
     differences = compare(traffic, traced)
     differences += [
@@ -150,27 +214,16 @@ def make_ledger(
         for name in dict.fromkeys([*flops, *traced_flops])
         if flops.get(name, 0) != traced_flops.get(name, 0)
     ]
-    return Ledger(
-        step=step,
-        batch=batch,
-        seq=seq,
-        steps=steps,
-        traffic=traffic,
-        traced=traced,
-        flops=flops,
-        traced_flops=traced_flops,
-        differences=differences,
-        weight_bytes=local_bytes(arguments[0], programs.weight_specs, sizes),
-        cache_bytes=local_bytes(arguments[1].planes, programs.cache_specs().planes, sizes),
-        compiled=_compile(programs, mesh, step, arguments, traced) if isinstance(mesh, Mesh) else None,
-    )
+    return StepLedger(step, count, traffic, traced, flops, traced_flops, differences)
 
 
-def _compile(programs: Programs, mesh: Mesh, step: Step, arguments: Any, traced: list[Traffic]) -> Compiled:
+def _compile(programs: Programs, mesh: Mesh, part: StepLedger, pages: int) -> Compiled:
+    step = part.step
+    arguments = programs.abstract_arguments(step, pages)
     compiled = programs.step(step.phase, sampled=step.sampled).lower(*arguments).compile()
     found = parse_collectives(compiled.as_text(), step.plan.mesh.sizes)
     return Compiled(
         backend=mesh.devices.flat[0].platform,
         temporary_bytes=compiled.memory_analysis().temp_size_in_bytes,
-        changes=compare_compiled(traced, found),
+        changes=compare_compiled(part.traced, found),
     )

@@ -90,6 +90,11 @@ def merge(rows: Iterable[Traffic]) -> list[Traffic]:
     return list(merged.values())
 
 
+def times(row: Traffic, count: int) -> Traffic:
+    """The row of as many steps."""
+    return replace(row, calls=count * row.calls, sent_bytes=count * row.sent_bytes)
+
+
 def compare(predicted: Iterable[Traffic], traced: Iterable[Traffic]) -> list[str]:
     """Where two ledgers of the same step differ, one line for each strategy, collective and axes; empty: they agree."""
     expected, found = _totals(predicted), _totals(traced)

@@ -7,6 +7,7 @@ from flax import nnx
 
 from jaxpar.attention.cache import Plane, Planes
 from jaxpar.checkpoint.config import ModelConfig
+from jaxpar.errors import PlanError
 from jaxpar.heads import PADDED, HeadLayout, split_heads
 from jaxpar.nn.context import StepContext
 from jaxpar.nn.linear import ColumnParallel, RowParallel, rms_norm
@@ -26,6 +27,12 @@ class Attention(nnx.Module):
         self.heads = split_heads(config.num_attention_heads, config.num_key_value_heads, plan.mesh.tp)
         self.head_dim = config.head_dim
         self.eps = config.rms_norm_eps
+        windows = {config.windows[layer] for layer in layers if layer < config.num_hidden_layers}
+        if len(windows) > 1:
+            raise PlanError(
+                f"pp={plan.mesh.pp} puts layers {', '.join(map(str, layers))} into one slot, and their windows differ "
+                f"({', '.join(map(str, sorted(windows, key=str)))}): choose a pp that aligns them"
+            )
         self.window = config.windows[layers[0]]
         names = tuple(f"model.layers.{layer}.self_attn." for layer in layers)
         tp, stages, dtype = plan.width, plan.stages, plan.dtype

@@ -31,14 +31,14 @@ class Slot(nnx.Module):
         self.ffn = MLP(config, plan, layers)
 
     def __call__(self, x: jax.Array, planes: Planes, step: StepContext) -> tuple[jax.Array, Planes]:
-        """Residual tokens [T, D] and the layer's cache -> both after this layer."""
-        sublayer, strategy = step.plan.sublayer(step.phase), step.plan.all_reduce
+        """Residual rows [R, D] and the layer's cache -> both after this layer."""
+        sublayer, strategy, tokens = step.plan.sublayer(step.phase), step.plan.all_reduce, step.positions.size
         with jax.named_scope(f"attention:{strategy}"):
-            h = enter(rms_norm(x, self.attention_norm[0], self.eps), sublayer)
+            h = enter(rms_norm(x, self.attention_norm[0], self.eps), sublayer, tokens)
             part, planes = self.attention(h, planes, step)
             x = x + self.attention.out.add_bias(leave(part, sublayer, step.all_reduce))
         with jax.named_scope(f"ffn:{strategy}"):
-            h = enter(rms_norm(x, self.ffn_norm[0], self.eps), sublayer)
+            h = enter(rms_norm(x, self.ffn_norm[0], self.eps), sublayer, tokens)
             x = x + self.ffn.down.add_bias(leave(self.ffn(h), sublayer, step.all_reduce))
         return x, planes
 

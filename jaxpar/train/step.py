@@ -27,15 +27,13 @@ from jaxpar.nn.context import StepContext
 from jaxpar.nn.rope import angles
 from jaxpar.plan import Plan
 from jaxpar.program import Programs, Weights
-from jaxpar.registry import find
+from jaxpar.registry import check, find, named
 from jaxpar.strategies import Step
 from jaxpar.train.attention import attend_whole
-from jaxpar.train.gradients import replicated_axes, sum_gradients
-from jaxpar.train.loss import cross_entropy, mean_loss
+from jaxpar.train.gradients import replicated_axes
+from jaxpar.train.loss import mean_loss
 from jaxpar.train.optimizer import Optimizer
 from jaxpar.train.settings import TrainSettings
-from jaxpar.vocabulary.embedding import embed
-from jaxpar.vocabulary.head import local_logits
 
 
 class TrainState(NamedTuple):
@@ -61,14 +59,14 @@ class TrainPrograms:
         replicas = plan.mesh.dp
         if settings.batch % replicas:
             raise PlanError(f"batch={settings.batch} does not split over dp={replicas}: use a multiple of {replicas}")
+        if plan.sequence_parallel:
+            raise PlanError("sequence_parallel: training keeps the residual stream whole; leave it out")
         self._shape = Step(config, plan, "prefill", settings.batch // replicas, settings.length, settings.length)
-        self._all_reduce = find("all_reduce", plan.all_reduce)
-        self._forward = (find("embedding", "vocab_parallel"), self._all_reduce)
-        self._once = (find("loss", "vocab_parallel"), find("gradient", "psum"))
-        for strategy in (*self._forward, *self._once):
-            problem = strategy.check(self._shape)
-            if problem is not None:
-                raise PlanError(problem)
+        forward = named(plan, "prefill")
+        self._embedding, self._head, self._all_reduce = (forward[name] for name in ("embedding", "head", "all_reduce"))
+        self._loss, self._gradient = find("loss", "vocab_parallel"), find("gradient", "psum")
+        self._forward, self._once = (self._embedding, self._head, self._all_reduce), (self._loss, self._gradient)
+        check((*self._forward, *self._once), self._shape)
         self.optimizer = Optimizer(settings, self.programs.weights)
 
     @cached_property
@@ -124,13 +122,14 @@ class TrainPrograms:
         cos, sin = angles(positions.reshape(-1), config.rope, config.head_dim)
         store, all_reduce = ChunkOnly(positions), self._all_reduce.run
         step = StepContext(plan, "prefill", positions, cos, sin, store, attend_whole, all_reduce)
-        x = embed(inputs.reshape(-1), model.embedding[...], plan.width)
+        x = self._embedding.run(inputs.reshape(-1), model.embedding[...], plan.sublayer("prefill"))
         with jax.named_scope("embedding:vocab_parallel"):
             # The residual stream is one copy a rank from here on, so that every sum of its gradient has its scope.
             x = to_varying(x, plan.width)
         x, _ = model(x, [{} for _ in self.programs.planes], step)
-        logits = local_logits(x, model.head_weight[...], config.vocab_size, plan.width)
-        return cross_entropy(logits, targets.reshape(-1), plan.width).reshape(targets.shape)
+        logits = self._head.run(x, model.head_weight[...], config.vocab_size, plan.width)
+        losses: jax.Array = self._loss.run(logits, targets.reshape(-1), plan.width)
+        return losses.reshape(targets.shape)
 
     def loss_and_gradients(self, weights: Weights, tokens: jax.Array) -> tuple[jax.Array, Weights, jax.Array]:
         """In the local view: the mean loss of the whole batch, its gradients, laid out like the weights, their norm."""
@@ -141,7 +140,7 @@ class TrainPrograms:
             return mean_loss(self.token_losses(copies, tokens), plan.requests, plan.mesh.dp)
 
         value, contributions = jax.value_and_grad(loss)(copies)
-        gradients, norm = sum_gradients(contributions, specs, plan)
+        gradients, norm = self._gradient.run(contributions, specs, plan)
         return value, gradients, norm
 
     def _local_step(self, state: TrainState, tokens: jax.Array) -> tuple[TrainState, jax.Array]:

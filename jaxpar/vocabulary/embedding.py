@@ -8,37 +8,39 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
-from jaxpar.collectives import all_sum
+from jaxpar.collectives import all_sum, leave, rank_index
+from jaxpar.collectives.exchange import scatter_traffic
 from jaxpar.ledger.traffic import Traffic, all_reduce_bytes
+from jaxpar.plan import Sublayer
 from jaxpar.strategies import Step, Strategy
 
 
 def rank_offset(rows: int, axes: tuple[str, ...]) -> jax.Array | int:
     """The first vocabulary id of this rank, which holds `rows` of them."""
-    return lax.axis_index(axes) * rows if axes else 0
+    return rank_index(axes) * rows
 
 
-def embed(ids: jax.Array, table: jax.Array, axes: tuple[str, ...]) -> jax.Array:
-    """Ids [T] and the rank's rows [V/tp, D] -> embedded tokens [T, D] on every rank of `axes`."""
+def embed(ids: jax.Array, table: jax.Array, sublayer: Sublayer) -> jax.Array:
+    """Ids [T] and the rank's rows [V/tp, D] -> embedded tokens [T, D], or this rank's slice of them."""
+    axes = sublayer.sum + sublayer.scatter
     if not axes:
         return table[ids]
     with jax.named_scope("embedding:vocab_parallel"):
         local = ids - rank_offset(table.shape[0], axes)
         mine = (local >= 0) & (local < table.shape[0])
         rows = table[jnp.clip(local, 0, table.shape[0] - 1)]
-        return all_sum(jnp.where(mine[:, None], rows, jnp.zeros((), rows.dtype)), axes)
+        return leave(jnp.where(mine[:, None], rows, jnp.zeros((), rows.dtype)), sublayer, all_sum)
 
 
 def traffic(step: Step) -> list[Traffic]:
-    """One all-reduce of [T, D]."""
-    axes = step.plan.width
-    if not axes:
-        return []
-    message = step.rows * step.config.hidden_size * step.itemsize
-    sent = all_reduce_bytes(message, step.ranks(axes))
-    return [Traffic("embedding", "vocab_parallel", "all_reduce", axes, 1, message, sent)]
+    """One all-reduce of [T, D], or one reduce-scatter where the residual stream is split over tp."""
+    scope, sublayer = ("embedding", "vocab_parallel"), step.plan.sublayer(step.phase)
+    if not sublayer.sum:
+        return scatter_traffic(step, scope, sublayer.scatter, 1)
+    message = step.rows * step.row_bytes
+    sent = all_reduce_bytes(message, step.ranks(sublayer.sum))
+    return [Traffic(*scope, "all_reduce", sublayer.sum, 1, message, sent)]
 
 
 def check(step: Step) -> str | None:
@@ -47,5 +49,12 @@ def check(step: Step) -> str | None:
 
 
 STRATEGY = Strategy(
-    "vocab_parallel", "embedding", ("tp",), ("all_reduce",), "any vocabulary (rows padded)", embed, traffic, check
+    "vocab_parallel",
+    "embedding",
+    ("tp",),
+    ("all_reduce", "reduce_scatter"),
+    "any vocabulary (rows padded)",
+    embed,
+    traffic,
+    check,
 )
