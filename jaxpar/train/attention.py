@@ -1,4 +1,4 @@
-"""Attention over whole sequences, as training wants it: all scores at once, and few operations to differentiate.
+"""Attention over whole sequences, as training wants it: no cache, all scores at once, few operations to differentiate.
 
 The tiles of `attention.partial` save work and memory in prefill; differentiated, each of their merges would be kept.
 """
@@ -9,7 +9,20 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jaxpar.attention.cache import Planes
 from jaxpar.attention.partial import visible
+
+
+class ChunkOnly:
+    """No cache: queries see the keys of their own sequence alone."""
+
+    def __init__(self, positions: jax.Array) -> None:
+        """`positions` [B, T]."""
+        self.key_positions = positions
+
+    def update(self, planes: Planes, new: Planes) -> tuple[Planes, Planes]:
+        """The bag is what is new."""
+        return planes, {name: x.transpose(2, 0, 1, 3) for name, x in new.items()}
 
 
 def attend_whole(
