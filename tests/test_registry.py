@@ -12,12 +12,12 @@ from typing import Any
 import jax
 import pytest
 from jax.sharding import AbstractMesh, AxisType
+from uniform import uniform_control_violations
 
 from jaxpar.checkpoint.config import ModelConfig, RopeConfig
 from jaxpar.errors import PlanError
 from jaxpar.ledger.trace import count_collectives, trace_traffic
 from jaxpar.ledger.traffic import Traffic, compare, merge
-from jaxpar.ledger.uniform import uniform_control_violations
 from jaxpar.mesh import AXES, MeshSpec
 from jaxpar.plan import PHASES, Phase, Plan
 from jaxpar.program import Programs
