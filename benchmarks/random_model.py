@@ -42,12 +42,7 @@ def llama(
 def tensor_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     """The tensors of a checkpoint of this model."""
     programs = Programs(config, Plan(), AbstractMesh((1,) * len(AXES), AXES, axis_types=(AxisType.Auto,) * len(AXES)))
-    return {
-        tensor: shape
-        for weight in programs.weights.values()
-        for source in weight.sources
-        for tensor, shape in zip(source.tensors, source.shapes, strict=True)
-    }
+    return {tensor: shape for weight in programs.weights.values() for tensor, shape in weight.tensors.items()}
 
 
 def random_tensor(name: str, shape: tuple[int, ...]) -> np.ndarray:
