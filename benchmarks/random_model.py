@@ -8,11 +8,11 @@ from functools import lru_cache
 from pathlib import Path
 
 import numpy as np
-from jax.sharding import AbstractMesh, AxisType
 
 from jaxpar.checkpoint.config import ModelConfig, RopeConfig
 from jaxpar.checkpoint.reader import TensorInfo
-from jaxpar.mesh import AXES
+from jaxpar.devices import abstract_mesh
+from jaxpar.mesh import MeshSpec
 from jaxpar.plan import Plan
 from jaxpar.program import Programs
 
@@ -41,13 +41,8 @@ def llama(
 
 def tensor_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     """The tensors of a checkpoint of this model."""
-    programs = Programs(config, Plan(), AbstractMesh((1,) * len(AXES), AXES, axis_types=(AxisType.Auto,) * len(AXES)))
-    return {
-        tensor: shape
-        for weight in programs.weights.values()
-        for source in weight.sources
-        for tensor, shape in zip(source.tensors, source.shapes, strict=True)
-    }
+    programs = Programs(config, Plan(), abstract_mesh(MeshSpec()))
+    return {tensor: shape for weight in programs.weights.values() for tensor, shape in weight.tensors.items()}
 
 
 def random_tensor(name: str, shape: tuple[int, ...]) -> np.ndarray:

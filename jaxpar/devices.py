@@ -12,13 +12,15 @@ from collections.abc import Sequence
 import jax
 import numpy as np
 from jax.experimental import mesh_utils
-from jax.sharding import AxisType, Mesh
+from jax.sharding import AbstractMesh, AxisType, Mesh
 
 from jaxpar.errors import MeshError
 from jaxpar.mesh import AXES, MeshSpec
 
 MAX_FAKED_DEVICES = 512
 """Past this an all-reduce over faked devices takes longer than anything that it could teach."""
+
+_AXIS_TYPES = (AxisType.Auto,) * len(AXES)
 
 
 def ensure_devices(spec: MeshSpec, platform: str | None = None) -> list[jax.Device]:
@@ -69,7 +71,12 @@ def make_mesh(spec: MeshSpec, devices: Sequence[jax.Device]) -> Mesh:
     """
     if len(devices) != spec.size:
         raise MeshError(f"mesh {spec} needs {spec.size} devices, got {len(devices)}: pass what ensure_devices returned")
-    return Mesh(_arrange(spec, devices), AXES, axis_types=(AxisType.Auto,) * len(AXES))
+    return Mesh(_arrange(spec, devices), AXES, axis_types=_AXIS_TYPES)
+
+
+def abstract_mesh(spec: MeshSpec) -> AbstractMesh:
+    """The mesh of `make_mesh` without devices, for tracing."""
+    return AbstractMesh(tuple(spec.sizes.values()), AXES, axis_types=_AXIS_TYPES)
 
 
 def _fake_cpu_devices(count: int) -> None:

@@ -5,14 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from jax.sharding import PartitionSpec as P
 
-from jaxpar.attention.cache import ChunkOnly, PagedStore, Plane, cache_shapes, cache_specs
+from jaxpar.attention.cache import PagedStore, Plane, cache_shapes, cache_specs
 from jaxpar.mesh import MeshSpec
 from jaxpar.plan import Plan
 
@@ -127,16 +126,6 @@ def test_a_step_touches_only_the_slots_of_its_own_tokens() -> None:
     np.testing.assert_array_equal(run.positions >= 0, written)
     for plane in run.planes.values():
         np.testing.assert_array_equal(np.isfinite(plane[0]).all(axis=(0, 3)), written)
-
-
-def test_without_a_cache_the_bag_is_what_is_new() -> None:
-    new = {"k": jnp.arange(2.0 * 5 * 3 * 4).reshape(2, 5, 3, 4)}
-    positions = jnp.arange(10, dtype=jnp.int32).reshape(2, 5)
-    only = ChunkOnly(positions)
-    planes, bag = only.update({}, new)
-    assert planes == {}
-    assert only.key_positions is positions
-    np.testing.assert_array_equal(bag["k"][2, 1, 4], new["k"][1, 4, 2])
 
 
 PLANES = [[Plane("k", 8, 16, ("tp",)), Plane("v", 8, 16, ("tp",))]] * 3

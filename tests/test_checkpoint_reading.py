@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from refusals import error_of
 from safetensors.numpy import save, save_file
 
 from jaxpar.checkpoint import open_checkpoint
@@ -31,13 +32,6 @@ CONFIG = {
 }
 MATRIX = np.arange(24 * 10, dtype=np.float32).reshape(24, 10)
 ARRAY = np.arange(5 * 4 * 6, dtype=np.int16).reshape(5, 4, 6)
-
-
-def error_of(call: Callable[[], Any]) -> str:
-    with pytest.raises(CheckpointError) as raised:
-        call()
-    assert "\n" not in str(raised.value)
-    return str(raised.value)
 
 
 def shards(directory: Path, weight_map: dict[str, Any], **files: dict[str, np.ndarray]) -> Path:

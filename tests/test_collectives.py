@@ -8,11 +8,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AbstractMesh, AxisType, Mesh
+from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from jaxpar.collectives import all_max, all_min, all_sum, enter, gather_tokens, leave, scatter_sum, varying_axes
-from jaxpar.devices import ensure_devices, make_mesh
+from jaxpar.devices import abstract_mesh, ensure_devices, make_mesh
 from jaxpar.errors import PlanError
 from jaxpar.ledger.trace import count_collectives
 from jaxpar.mesh import AXES, MeshSpec
@@ -24,7 +24,7 @@ COLLECTIVES = [all_sum, all_max, all_min, scatter_sum, gather_tokens]
 
 def trace(body: Local, spec: P, out: P, sizes: str = "dp=2,tp=4") -> jax.extend.core.ClosedJaxpr:
     """The jaxpr of `body` on an [8, 8] array split as `spec` says; no device is needed."""
-    mesh = AbstractMesh(tuple(MeshSpec.parse(sizes).sizes.values()), AXES, axis_types=(AxisType.Auto,) * len(AXES))
+    mesh = abstract_mesh(MeshSpec.parse(sizes))
     return jax.make_jaxpr(jax.shard_map(body, mesh=mesh, in_specs=spec, out_specs=out))(jnp.zeros((8, 8)))
 
 

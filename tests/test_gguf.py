@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,16 +13,10 @@ import pytest
 from gguf_file import HEAD_DIM, HEADS, HIDDEN, KV_HEADS, VOCABULARY, WIDTH, permute, stored, weights, write
 from hypothesis import given
 from hypothesis import strategies as st
+from refusals import error_of
 
 from jaxpar.checkpoint import ModelConfig, RopeConfig, open_checkpoint, read_gguf_config
 from jaxpar.errors import CheckpointError
-
-
-def error_of(call: Callable[[], Any]) -> str:
-    with pytest.raises(CheckpointError) as raised:
-        call()
-    assert "\n" not in str(raised.value)
-    return str(raised.value)
 
 
 def test_the_description_is_that_of_the_original_model(tmp_path: Path):

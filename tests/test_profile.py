@@ -18,7 +18,7 @@ from rich.console import Console
 
 from jaxpar.errors import JaxparError
 from jaxpar.profile import Collective, ProfileSummary, profiled, render, summarize
-from jaxpar.profile.programs import Operation, guess, programs, scope_of
+from jaxpar.profile.programs import Operation, guess, programs
 from jaxpar.profile.summary import exposed
 from jaxpar.profile.trace import Span
 
@@ -131,20 +131,6 @@ def test_every_busy_moment_is_counted_once_and_compute_hides_collectives(spans: 
 
 def test_of_two_collectives_the_first_to_begin_counts() -> None:
     assert exposed([Span(0, 10, PSUM, True), Span(4, 14, RING, True)]) == {PSUM: 10, RING: 4}
-
-
-@pytest.mark.parametrize(
-    ("op_name", "scope"),
-    [
-        ("jit(step)/shard_map/layer_3/ffn:psum/psum", "ffn:psum"),
-        ("jit(step)/transpose(jvp(layer_3))/transpose(jvp(ffn:psum))/psum_invariant", "ffn:psum"),
-        ("jit(step)/attention:ring/while/body/attention:q_replicated/all_gather", "attention:q_replicated"),
-        ("jit(step)/layer_3/dot_general", ""),
-        ("", ""),
-    ],
-)
-def test_scope_is_the_innermost_strategy(op_name: str, scope: str) -> None:
-    assert scope_of(op_name) == scope
 
 
 @pytest.mark.parametrize(

@@ -14,13 +14,13 @@ from typing import Any
 import jax
 import pytest
 from every_plan import every_choice, label
-from jax.sharding import AbstractMesh, AxisType
+from uniform import uniform_control_violations
 
 from jaxpar.checkpoint.config import ModelConfig, RopeConfig
+from jaxpar.devices import abstract_mesh
 from jaxpar.errors import PlanError
 from jaxpar.ledger.trace import count_collectives, trace_traffic
 from jaxpar.ledger.traffic import Traffic, compare, merge
-from jaxpar.ledger.uniform import uniform_control_violations
 from jaxpar.mesh import AXES, MeshSpec
 from jaxpar.plan import PHASES, Phase, Plan
 from jaxpar.program import Programs
@@ -67,9 +67,7 @@ def a_step(mesh: str, phase: Phase, kind: str, choice: str = "default", **fields
 
 @cache
 def jaxpr(step: Step) -> jax.extend.core.ClosedJaxpr:
-    sizes = step.plan.mesh.sizes
-    mesh = AbstractMesh(tuple(sizes.values()), AXES, axis_types=(AxisType.Auto,) * len(AXES))
-    programs = Programs(step.config, step.plan, mesh)
+    programs = Programs(step.config, step.plan, abstract_mesh(step.plan.mesh))
     program = programs.spmd(step.phase, step.logits, step.sampled)
     return jax.make_jaxpr(program)(*programs.abstract_arguments(step, pages=8))
 
@@ -202,7 +200,7 @@ def test_an_unknown_strategy_is_refused_with_those_that_there_are() -> None:
     with pytest.raises(PlanError, match=r"^all_reduce='tree' is not a strategy: use psum$"):
         find("all_reduce", "tree")
     with pytest.raises(PlanError, match=r"^prefill_attention='ring' is not a strategy: use local$"):
-        Programs(CONFIG, Plan(prefill_attention="ring"), AbstractMesh((1,) * 5, AXES))
+        Programs(CONFIG, Plan(prefill_attention="ring"), abstract_mesh(MeshSpec()))
 
 
 def test_a_strategy_refuses_a_step_that_it_cannot_run_with_the_reason() -> None:

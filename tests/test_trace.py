@@ -12,6 +12,7 @@ from jax import lax
 from jax.sharding import AbstractMesh, AxisType
 from jax.sharding import PartitionSpec as P
 
+from jaxpar.ledger.scope import scope_of
 from jaxpar.ledger.trace import count_collectives, trace_traffic
 from jaxpar.ledger.traffic import SENT_BYTES, Traffic, compare, merge
 
@@ -263,6 +264,20 @@ def test_the_innermost_scope_with_a_strategy_names_a_row() -> None:
 
     (row,) = rows(body, (4,))
     assert (row.sublayer, row.strategy) == ("shared", "psum")
+
+
+@pytest.mark.parametrize(
+    ("path", "names"),
+    [
+        ("jit(step)/shard_map/layer_3/ffn:psum/psum", ("ffn", "psum")),
+        ("jit(step)/transpose(jvp(layer_3))/transpose(jvp(ffn:psum))/psum_invariant", ("ffn", "psum")),
+        ("jit(step)/attention:ring/while/body/attention:q_replicated/all_gather", ("attention", "q_replicated")),
+        ("jit(step)/layer_3/dot_general", ("unscoped", "unscoped")),
+        ("", ("unscoped", "unscoped")),
+    ],
+)
+def test_a_path_is_read_in_a_jaxpr_and_in_hlo_alike(path: str, names: tuple[str, str]) -> None:
+    assert scope_of(path) == names
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ import optax
 import pytest
 from jax.sharding import PartitionSpec as P
 from oracle_data import load_oracle
+from uniform import uniform_control_violations
 
 from jaxpar.checkpoint.config import ModelConfig, RopeConfig
 from jaxpar.checkpoint.hf_config import read_config
@@ -25,7 +26,6 @@ from jaxpar.devices import ensure_devices, make_mesh
 from jaxpar.errors import PlanError, RequestError
 from jaxpar.ledger.trace import count_collectives, trace_traffic
 from jaxpar.ledger.traffic import Traffic, compare
-from jaxpar.ledger.uniform import uniform_control_violations
 from jaxpar.mesh import MeshSpec
 from jaxpar.plan import Plan
 from jaxpar.train.checkpoint import ArrayReader, fresh_tensors

@@ -9,8 +9,7 @@ import pytest
 from jax import lax
 from jax.sharding import AbstractMesh, AxisType
 from jax.sharding import PartitionSpec as P
-
-from jaxpar.ledger.uniform import uniform_control_violations
+from uniform import uniform_control_violations
 
 SIZES = {"dp": 2, "cp": 1, "tp": 4}
 RING = [(rank, (rank + 1) % 4) for rank in range(4)]

@@ -80,18 +80,6 @@ class KeyStore(Protocol):
         ...
 
 
-class ChunkOnly:
-    """No cache: queries see the keys of their own sequence alone (training)."""
-
-    def __init__(self, positions: jax.Array) -> None:
-        """`positions` [B, T]."""
-        self.key_positions = positions
-
-    def update(self, planes: Planes, new: Planes) -> tuple[Planes, Planes]:
-        """The bag is what is new."""
-        return planes, {name: x.transpose(2, 0, 1, 3) for name, x in new.items()}
-
-
 class PagedStore:
     """Writes a step's tokens into their pages, and gathers each request's pages. Made once a step, for all layers."""
 

@@ -21,6 +21,9 @@ QUERY_TILE, KEY_TILE = 128, 128
 DECODE_KEY_TILE = 1024
 """Keys of one tile when each request has a single query."""
 
+_BATCH = ((0, 1), (0, 1))
+"""Every KV head and lane is a matrix product of its own."""
+
 
 def tile_sizes(queries: int, keys: int) -> tuple[int, int]:
     """The tiles (queries, keys) that `attend` cuts its work into; a smaller problem is one tile of its own size."""
@@ -54,6 +57,23 @@ def visible(q_positions: jax.Array, k_positions: jax.Array, window: int | None) 
     query, key = q_positions[:, :, None], k_positions[:, None, :]
     seen = (key >= 0) & (key <= query)
     return seen if window is None else seen & (query - key < window)
+
+
+def masked_scores(
+    q: jax.Array, k: jax.Array, q_positions: jax.Array, k_positions: jax.Array, window: int | None, scale: float
+) -> jax.Array:
+    """Float32 scores [K, B, T * G, S] of what `attend` takes; -inf where the query does not see the key."""
+    heads, lanes, tokens, group, size = q.shape
+    # Rows are (token, group member): one product per KV head and lane, on contiguous keys.
+    rows = q.reshape(heads, lanes, tokens * group, size)
+    scores = lax.dot_general(rows, k, (((3,), (3,)), _BATCH), preferred_element_type=jnp.float32) * scale
+    mask = jnp.repeat(visible(q_positions, k_positions, window), group, axis=1)[None]
+    return jnp.where(mask, scores, -jnp.inf)
+
+
+def weighted_values(weights: jax.Array, v: jax.Array) -> jax.Array:
+    """Float32 sums [K, B, T * G, d] of values [K, B, S, d] by weights [K, B, T * G, S]."""
+    return lax.dot_general(weights, v, (((3,), (2,)), _BATCH), preferred_element_type=jnp.float32)
 
 
 def attend(
@@ -136,14 +156,7 @@ def _attend_tile(
     window: int | None,
     scale: float,
 ) -> Partial:
-    heads, lanes, tokens, group, size = q.shape
-    # Rows are (token, group member): one product per KV head and lane, on contiguous keys.
-    rows = q.reshape(heads, lanes, tokens * group, size)
-    batch = ((0, 1), (0, 1))
-    scores = lax.dot_general(rows, k, (((3,), (3,)), batch), preferred_element_type=jnp.float32) * scale
-    mask = visible(q_positions, k_positions, window)
-    mask = jnp.repeat(mask, group, axis=1)[None]
-    scores = jnp.where(mask, scores, -jnp.inf)
+    scores = masked_scores(q, k, q_positions, k_positions, window, scale)
     top = scores.max(axis=-1)
     top = jnp.where(jnp.isneginf(top), 0.0, top)
     weights = jnp.exp(scores - top[..., None])
@@ -151,7 +164,6 @@ def _attend_tile(
     safe = jnp.where(total == 0, 1.0, total)
     # An entry without a key may be NaN, and its weight of 0 would not hide it.
     v = jnp.where((k_positions >= 0)[None, :, :, None], v, jnp.zeros((), v.dtype))
-    out = lax.dot_general(weights.astype(v.dtype), v, (((3,), (2,)), batch), preferred_element_type=jnp.float32)
+    out = weighted_values(weights.astype(v.dtype), v)
     lse = jnp.where(total == 0, -jnp.inf, top + jnp.log(safe))
-    shape = (heads, lanes, tokens, group)
-    return Partial((out / safe[..., None]).reshape(*shape, size), lse.reshape(shape))
+    return Partial((out / safe[..., None]).reshape(q.shape), lse.reshape(q.shape[:-1]))

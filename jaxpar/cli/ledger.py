@@ -2,29 +2,31 @@
 
 from __future__ import annotations
 
-import sys
 from typing import Annotated, Any
 
 import typer
 
-from jaxpar.cli.output import ERR, OUT, print_json
+from jaxpar.cli.options import Chunk, Json, Mesh, PageSize, Platform
+from jaxpar.cli.output import OUT, print_json, progress
 
 
 def ledger(
-    model: Annotated[str, typer.Argument(help="Model directory, config.json, GGUF file, or a bundled model's name.")],
-    mesh: Annotated[str, typer.Option(help='Axis sizes ("dp=2,tp=4"), a preset, or a mesh TOML.')] = "tp=1",
+    model: Annotated[
+        str, typer.Argument(metavar="MODEL", help="Model directory, config.json, GGUF file, or a bundled model's name.")
+    ],
+    mesh: Mesh = "tp=1",
     phase: Annotated[str, typer.Option(help="prefill or decode.")] = "decode",
     batch: Annotated[int, typer.Option(help="Requests in all.")] = 8,
     context: Annotated[int, typer.Option(help="Tokens of each request: prefilled, or cached when decoding.")] = 1024,
-    chunk: Annotated[int, typer.Option(help="Most tokens of a request that a prefill step takes.")] = 512,
-    page_size: Annotated[int, typer.Option(help="Tokens of a KV cache page.")] = 16,
+    chunk: Chunk = 512,
+    page_size: PageSize = 16,
     dtype: Annotated[str | None, typer.Option(help="float32, bfloat16 or float16; default: the model's own.")] = None,
     sampled: Annotated[bool, typer.Option(help="Count drawing by temperature, top-k and top-p.")] = False,
     compile_: Annotated[
         bool, typer.Option("--compile/--no-compile", help="Ask the compiler for temporaries and collectives.")
     ] = True,
-    platform: Annotated[str | None, typer.Option(help="cpu, gpu or tpu to compile for; default: JAX's.")] = None,
-    json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    platform: Platform = None,
+    json: Json = False,
 ) -> None:
     """Count what one step sends on every axis, its FLOPs and its memory. No weights are needed.
 
@@ -45,10 +47,10 @@ def ledger(
     plan.check_runnable()
     make_steps(config, plan, phase, batch, context)  # type: ignore[arg-type]  # it checks the phase
     devices = make_mesh(spec, ensure_devices(spec, platform)) if compile_ else None
-    with ERR.status(f"Compiling for {spec}") if compile_ and ERR.is_terminal else ERR.capture():
+    with progress(f"{'Compiling' if compile_ else 'Tracing'} for {spec}"):
         counted = make_ledger(config, plan, phase, batch, context, devices, sampled)  # type: ignore[arg-type]
     if json:
         print_json(counted.to_json())
     else:
         OUT.print(render(counted, preset))
-    sys.exit(1 if counted.differences else 0)
+    raise typer.Exit(1 if counted.differences else 0)

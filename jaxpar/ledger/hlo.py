@@ -17,7 +17,7 @@ from jaxpar.ledger.replica_groups import Groups, axes_of_groups, axes_of_pairs, 
 from jaxpar.ledger.scope import loop_symbol, nested, scope_of
 from jaxpar.ledger.traffic import SENT_BYTES
 
-_COLLECTIVES = {
+COLLECTIVES = {
     "all-reduce": "all_reduce",
     "reduce-scatter": "reduce_scatter",
     "all-gather": "all_gather",
@@ -26,6 +26,8 @@ _COLLECTIVES = {
     "collective-permute": "ppermute",
     "collective-broadcast": "broadcast",
 }
+"""The opcodes of HLO that communicate -> the ledger's words for them."""
+
 _RESHAPING = frozenset({"copy", "bitcast", "reshape", "slice", "transpose", "concatenate", "broadcast"})
 
 
@@ -81,7 +83,7 @@ def _walk(module: Module, name: str | None, mesh_shape: Mapping[str, int], conte
     found: list[HloCollective] = []
     for instruction in computation.instructions.values():
         opcode = instruction.opcode
-        if opcode.removesuffix("-start") in _COLLECTIVES:
+        if opcode.removesuffix("-start") in COLLECTIVES:
             found.append(_collective(module, computation, instruction, mesh_shape, context))
         elif not opcode.endswith(("-update", "-done")):
             inside = context
@@ -105,7 +107,7 @@ def _collective(
     mesh_shape: Mapping[str, int],
     context: _Context,
 ) -> HloCollective:
-    collective = _COLLECTIVES[instruction.opcode.removesuffix("-start")]
+    collective = COLLECTIVES[instruction.opcode.removesuffix("-start")]
     # A TPU reduce-scatter is a fusion of this name around an all-reduce and a slice.
     if collective == "all_reduce" and computation.name.startswith("all-reduce-scatter"):
         collective = "reduce_scatter"

@@ -7,9 +7,10 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import jax
-from jax.sharding import AbstractMesh, AxisType, Mesh
+from jax.sharding import AbstractMesh, Mesh
 
 from jaxpar.checkpoint.config import ModelConfig
+from jaxpar.devices import abstract_mesh
 from jaxpar.engine.sizes import lanes_of, pages_of, pool_size, prefill_chunks, table_width
 from jaxpar.errors import PlanError
 from jaxpar.ledger.compiled import Change, compare_compiled
@@ -18,7 +19,6 @@ from jaxpar.ledger.hlo import parse_collectives
 from jaxpar.ledger.predict import local_bytes, predict_flops, predict_traffic
 from jaxpar.ledger.trace import trace_traffic
 from jaxpar.ledger.traffic import Traffic, compare, merge, times
-from jaxpar.mesh import AXES
 from jaxpar.plan import PHASES, Phase, Plan
 from jaxpar.program import Programs
 from jaxpar.strategies import Step
@@ -181,8 +181,7 @@ def make_ledger(
     """
     steps = make_steps(config, plan, phase, batch, seq, sampled)
     sizes = plan.mesh.sizes
-    abstract = AbstractMesh(tuple(sizes[axis] for axis in AXES), AXES, axis_types=(AxisType.Auto,) * len(AXES))
-    programs = Programs(config, plan, mesh or abstract)
+    programs = Programs(config, plan, mesh or abstract_mesh(plan.mesh))
     requests = -(-batch // (plan.mesh.dp * plan.mesh.ep))
     pages = pool_size(requests * pages_of(seq, plan))
     counted = [_count(programs, step, count, pages) for step, count in steps.items()]

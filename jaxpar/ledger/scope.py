@@ -1,4 +1,4 @@
-"""What the ledger reads from a path of named scopes, in a jaxpr's name stacks and in the HLO's `op_name` alike.
+"""What the ledger and profiles read from a path of named scopes: a jaxpr's name stacks, and `op_name` in HLO.
 
 Two kinds of names carry meaning. "<sublayer>:<strategy>" says whose work it is. "loop=<symbol>" around a loop whose
 trip count is known only when it runs says what its iterations are called. Transformations wrap the names in

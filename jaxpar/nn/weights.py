@@ -71,6 +71,15 @@ class Weight(nnx.Param[Any]):
         shape: jax.ShapeDtypeStruct = self.get_value()
         return shape
 
+    @property
+    def tensors(self) -> dict[str, tuple[int, ...]]:
+        """The checkpoint tensors that it is made of, with their shapes."""
+        return {
+            tensor: shape
+            for source in self.sources
+            for tensor, shape in zip(source.tensors, source.shapes, strict=True)
+        }
+
 
 def weight(
     sources: Source | tuple[Source, ...],

@@ -1,4 +1,4 @@
-"""Attention over whole sequences, as training wants it: all scores at once, and few operations to differentiate.
+"""Attention over whole sequences, as training wants it: no cache, all scores at once, few operations to differentiate.
 
 The tiles of `attention.partial` save work and memory in prefill; differentiated, each of their merges would be kept.
 """
@@ -6,10 +6,21 @@ The tiles of `attention.partial` save work and memory in prefill; differentiated
 from __future__ import annotations
 
 import jax
-import jax.numpy as jnp
-from jax import lax
 
-from jaxpar.attention.partial import visible
+from jaxpar.attention.cache import Planes
+from jaxpar.attention.partial import masked_scores, weighted_values
+
+
+class ChunkOnly:
+    """No cache: queries see the keys of their own sequence alone."""
+
+    def __init__(self, positions: jax.Array) -> None:
+        """`positions` [B, T]."""
+        self.key_positions = positions
+
+    def update(self, planes: Planes, new: Planes) -> tuple[Planes, Planes]:
+        """The bag is what is new."""
+        return planes, {name: x.transpose(2, 0, 1, 3) for name, x in new.items()}
 
 
 def attend_whole(
@@ -22,11 +33,5 @@ def attend_whole(
     scale: float,
 ) -> jax.Array:
     """Attention of every query over its sequence; each sees a key, itself at least. Shapes as `partial.attend`."""
-    heads, lanes, tokens, group, size = q.shape
-    rows = q.reshape(heads, lanes, tokens * group, size)
-    batch = ((0, 1), (0, 1))
-    scores = lax.dot_general(rows, k, (((3,), (3,)), batch), preferred_element_type=jnp.float32) * scale
-    mask = jnp.repeat(visible(q_positions, k_positions, window), group, axis=1)[None]
-    weights = jax.nn.softmax(jnp.where(mask, scores, -jnp.inf), axis=-1)
-    out = lax.dot_general(weights, v, (((3,), (2,)), batch), preferred_element_type=jnp.float32)
-    return out.reshape(q.shape)
+    weights = jax.nn.softmax(masked_scores(q, k, q_positions, k_positions, window, scale), axis=-1)
+    return weighted_values(weights, v).reshape(q.shape)

@@ -57,13 +57,12 @@ def fresh_tensors(weights: Mapping[str, Weight], seed: int) -> dict[str, np.ndar
     """
     tensors = {}
     for weight in weights.values():
-        for source in weight.sources:
-            for name, shape in zip(source.tensors, source.shapes, strict=True):
-                if isinstance(weight.init, str):
-                    tensors[name] = np.full(shape, {"ones": 1, "zeros": 0}[weight.init], np.float32)
-                else:
-                    random = np.random.default_rng((seed, zlib.crc32(name.encode())))
-                    tensors[name] = random.standard_normal(shape, np.float32) * np.float32(weight.init)
+        for name, shape in weight.tensors.items():
+            if isinstance(weight.init, str):
+                tensors[name] = np.full(shape, {"ones": 1, "zeros": 0}[weight.init], np.float32)
+            else:
+                random = np.random.default_rng((seed, zlib.crc32(name.encode())))
+                tensors[name] = random.standard_normal(shape, np.float32) * np.float32(weight.init)
     return tensors
 
 

@@ -158,14 +158,9 @@ class _Run:
         validation = [(min((i + 1) * every, steps), loss) for i, loss in enumerate(self.validation)]
         characters = len(self._tokenizer.decode(self._held_out.tolist()))
         bits = self.validation[-1] / math.log(2) * len(self._held_out) / characters
-        tensors = self._programs.programs.weights.values()
-        shapes = {
-            name: shape
-            for weight in tensors
-            for source in weight.sources
-            for name, shape in zip(source.tensors, source.shapes, strict=True)
-        }
-        return TrainReport(sum(map(math.prod, shapes.values())), self.losses, validation, bits, tokens, seconds)
+        weights = self._programs.programs.weights.values()
+        parameters = sum(math.prod(shape) for weight in weights for shape in weight.tensors.values())
+        return TrainReport(parameters, self.losses, validation, bits, tokens, seconds)
 
     def finish(self, report: TrainReport) -> None:
         """Write the model, its tokenizer and its curve, and remove the checkpoint."""

@@ -18,7 +18,6 @@ import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh
 from jax.sharding import PartitionSpec as P
 
-from jaxpar.attention.cache import ChunkOnly
 from jaxpar.checkpoint.config import ModelConfig
 from jaxpar.collectives import to_varying
 from jaxpar.errors import PlanError
@@ -29,7 +28,7 @@ from jaxpar.plan import Plan
 from jaxpar.program import Programs, Weights
 from jaxpar.registry import check, find, named
 from jaxpar.strategies import Step
-from jaxpar.train.attention import attend_whole
+from jaxpar.train.attention import ChunkOnly, attend_whole
 from jaxpar.train.gradients import replicated_axes
 from jaxpar.train.loss import mean_loss
 from jaxpar.train.optimizer import Optimizer
