@@ -21,7 +21,6 @@ from jaxpar.cli.options import (
     PromptFile,
     Prompts,
     TokenIds,
-    plan_fields,
 )
 from jaxpar.cli.output import OUT, print_json, progress, table
 from jaxpar.cli.prompts import builtin_prompts, read_prompts
@@ -71,13 +70,13 @@ def verify(
     if tolerance is not None and not 0 <= tolerance < math.inf:
         raise RequestError(f"tolerance={tolerance}: it must be 0 or above, and finite")
     spec, preset = resolve_mesh(mesh)
-    prompts = read_prompts(prompt, prompt_file, token_ids)
+    prompts, places = read_prompts(prompt, prompt_file, token_ids)
     checkpoint = open_checkpoint(model_dir(model))
     checkpoint.require_reader()
     # Each replica gets one at least: a rank without a prompt proves nothing.
     prompts = prompts or builtin_prompts(checkpoint.config, max(4, spec.dp * spec.ep), max_new_tokens)
-    ids = encode_prompts(checkpoint, prompts, max_new_tokens)
-    plan = plan_fields(dtype=dtype, chunk=chunk, page_size=page_size)
+    ids = encode_prompts(checkpoint, prompts, max_new_tokens, places)
+    plan = {"dtype": dtype, "chunk": chunk, "page_size": page_size}
 
     with progress(f"Loading {model}") as status:
         from jaxpar.verify import verify as compare
