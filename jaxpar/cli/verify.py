@@ -82,8 +82,7 @@ def verify(
         from jaxpar.verify import verify as compare
 
         runner, single = load_both(checkpoint, preset or spec, platform, plan)
-        ready = (runner.programs, runner.weights), (single.programs, single.weights)
-        verification = compare(*ready, ids, max_new_tokens, tolerance, status.say)
+        verification = compare(runner, single, ids, max_new_tokens, tolerance, status.say)
     if json:
         document = {"model": model, "mesh": spec.sizes, "dtype": runner.plan.dtype, "prompts": ids}
         print_json(document | verification_json(verification))
@@ -125,11 +124,13 @@ def verdict(verification: Verification, runner: Runner) -> str:
     tokens = sum(map(len, verification.tokens))
     ties = sum(result.ties for result in verification.results)
     idle = runner.plan.mesh.size - ranks
+    remedy = "" if verification.passed else "; verify's --tolerance sets another"
     return (
         f"{'PASSED' if verification.passed else 'FAILED'}: {runner.plan.mesh} against one device in "
         f"{runner.plan.dtype}, {tokens} tokens on {ranks} rank{'s' * (ranks > 1)}"
         + (f" ({idle} idle: fewer prompts than replicas)" if idle else "")
-        + f"; logits differ by at most {verification.max_difference:.2e} (tolerance {verification.tolerance:g}), "
+        + f"; logits differ by at most {verification.max_difference:.2e} "
+        f"(tolerance {verification.tolerance:g}{remedy}), "
         f"{sum(result.wrong_tokens for result in verification.results)} wrong tokens, {ties} ties, "
         f"smallest margin {verification.margin:.2e}"
     )
