@@ -68,6 +68,8 @@ class Plan:
             if not isinstance(getattr(self, name), str):
                 default = getattr(Plan, name)
                 raise PlanError(f"{name}={shown(getattr(self, name))}: give a strategy's name, such as {default!r}")
+        if not isinstance(self.sequence_parallel, bool):
+            raise PlanError(f"sequence_parallel={shown(self.sequence_parallel)}: it must be True or False")
         if not isinstance(self.dtype, str) or self.dtype not in DTYPES:
             raise PlanError(f"dtype={shown(self.dtype)} is unknown: use one of {', '.join(DTYPES)}")
         object.__setattr__(self, "experts_over", parse_experts_over(self.experts_over))

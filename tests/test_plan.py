@@ -91,6 +91,7 @@ def test_dp_and_tp_run_and_so_do_axes_of_size_1() -> None:
         ({"chunk": None}, "chunk=None: it must be a whole number of at least 1"),
         ({"all_reduce": []}, "all_reduce=[]: give a strategy's name, such as 'psum'"),
         ({"prefill_attention": 3}, "prefill_attention=3: give a strategy's name, such as 'local'"),
+        ({"sequence_parallel": "no"}, "sequence_parallel='no': it must be True or False"),
         ({"experts_over": ("pp",)}, "experts over 'pp': a pipeline stage keeps its own experts; use axes out of dp"),
         ({"experts_over": "ep,ep"}, "experts over 'ep,ep': axis ep is given twice"),
         ({"experts_over": None}, 'experts over None: give axes out of dp, ep, cp, tp, such as "dp,tp"'),
