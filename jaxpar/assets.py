@@ -6,6 +6,7 @@ import os
 from pathlib import Path
 
 from jaxpar.errors import CheckpointError
+from jaxpar.values import shown
 
 
 def mesh_dir() -> Path:
@@ -24,8 +25,10 @@ def model_dir(name: str | os.PathLike[str]) -> Path:
     A bundled name wins over a folder of the same name in the working directory; `./name` is always the folder.
 
     Raises:
-        CheckpointError: there is neither; the message lists the bundled names.
+        CheckpointError: there is neither; the message lists the bundled names. Or it is no name at all.
     """
+    if not isinstance(name, str | os.PathLike):
+        raise CheckpointError(f"model={shown(name)}: give a model directory, a GGUF file, or a bundled model's name")
     text = os.fspath(name)
     if text in model_names():
         return _data_dir() / "models" / text

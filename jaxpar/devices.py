@@ -16,6 +16,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh
 
 from jaxpar.errors import MeshError
 from jaxpar.mesh import AXES, MeshSpec
+from jaxpar.values import shown
 
 MAX_FAKED_DEVICES = 512
 """Past this an all-reduce over faked devices takes longer than anything that it could teach."""
@@ -37,6 +38,8 @@ def ensure_devices(spec: MeshSpec, platform: str | None = None) -> list[jax.Devi
         MeshError: no such platform, more devices than the machine has or than can be faked, or a backend that has
             already started with fewer CPU devices.
     """
+    if not isinstance(platform, str | None):
+        raise MeshError(f'platform={shown(platform)}: use "cpu", "gpu", "tpu", or None for JAX\'s default')
     if platform in (None, "cpu"):
         _fake_cpu_devices(spec.size)
     try:

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from jaxpar.errors import MeshError, PlanError
+from jaxpar.values import shown, whole_number
 
 AXES = ("pp", "dp", "ep", "cp", "tp")
 """Mesh axes, outermost first: consecutive ranks differ in tp, so that tp runs over the fastest links."""
@@ -34,9 +35,13 @@ class MeshSpec:
 
     def __post_init__(self) -> None:
         """Refuse sizes that no mesh can have."""
-        for axis, size in self.sizes.items():
-            if isinstance(size, bool) or not isinstance(size, int) or size < 1:
-                raise MeshError(f"mesh axis {axis} has size {size!r}: a size is a whole number from 1; {_EXAMPLE}")
+        for axis, given in self.sizes.items():
+            size = whole_number(given)
+            if size is None or size < 1:
+                raise MeshError(
+                    f"mesh axis {axis} has size {shown(given)}: a size is a whole number from 1; {_EXAMPLE}"
+                )
+            object.__setattr__(self, axis, size)
         if self.size > MAX_RANKS:
             product = " x ".join(f"{axis} {self.sizes[axis]}" for axis in self.active(AXES))
             raise MeshError(f"mesh {product} has more than {MAX_RANKS} ranks: use smaller axes")
@@ -49,23 +54,21 @@ class MeshSpec:
             MeshError: naming the piece that is not `axis=size`, or the axis that is unknown or given twice.
         """
         pieces = [piece.strip() for piece in text.split(",")]
-        whole = _quoted(text)
+        whole = shown(text)
         if pieces == [""]:
             raise MeshError(f'mesh {whole} is empty: {_EXAMPLE} (one device is "tp=1")')
         sizes: dict[str, int] = {}
         for piece in pieces:
             axis, equals, size = (part.strip() for part in piece.partition("="))
             if not equals:
-                raise MeshError(f"mesh {whole}: {_quoted(piece)} is not axis=size; {_EXAMPLE}")
+                raise MeshError(f"mesh {whole}: {shown(piece)} is not axis=size; {_EXAMPLE}")
             if axis not in AXES:
-                raise MeshError(f"mesh {whole}: unknown axis in {_quoted(piece)}; the axes are {', '.join(AXES)}")
+                raise MeshError(f"mesh {whole}: unknown axis in {shown(piece)}; the axes are {', '.join(AXES)}")
             if axis in sizes:
                 raise MeshError(f"mesh {whole}: axis {axis} is given twice; give each axis one size")
             # Nine digits are past MAX_RANKS already, and keep int() from being asked for a number of a million digits.
             if not re.fullmatch(r"0*[1-9][0-9]{0,8}", size):
-                raise MeshError(
-                    f"mesh {whole}: the size in {_quoted(piece)} is not a whole number from 1 to {MAX_RANKS}"
-                )
+                raise MeshError(f"mesh {whole}: the size in {shown(piece)} is not a whole number from 1 to {MAX_RANKS}")
             sizes[axis] = int(size)
         return cls(**sizes)
 
@@ -141,25 +144,23 @@ class RankRow:
     expert_rank: int
 
 
-def parse_experts_over(text: str) -> tuple[str, ...]:
-    """Read `"dp,cp,tp"` into axes in the mesh's order.
+def parse_experts_over(axes: str | Iterable[str]) -> tuple[str, ...]:
+    """Read `"dp,cp,tp"`, or a list of these axes, into a tuple in the mesh's order.
 
     Raises:
         PlanError: no axis, an unknown one, one given twice, or pp (a stage's experts stay in the stage).
     """
-    return check_experts_over([piece.strip() for piece in text.split(",")])
-
-
-def check_experts_over(axes: Iterable[str]) -> tuple[str, ...]:
-    """Return `axes` in the mesh's order if experts may be split over them; raises PlanError as `parse_experts_over`."""
-    axes = list(axes)
-    named = _quoted(",".join(axes))
     usable = ", ".join(axis for axis in AXES if axis != "pp")
+    try:
+        axes = [piece.strip() for piece in axes.split(",")] if isinstance(axes, str) else [str(axis) for axis in axes]
+    except TypeError as error:
+        raise PlanError(f'experts over {shown(axes)}: give axes out of {usable}, such as "dp,tp"') from error
+    named = shown(",".join(axes))
     for axis in axes:
         if axis == "pp":
             raise PlanError(f"experts over {named}: a pipeline stage keeps its own experts; use axes out of {usable}")
         if axis not in AXES:
-            raise PlanError(f"experts over {named}: unknown axis {_quoted(axis)}; use axes out of {usable}")
+            raise PlanError(f"experts over {named}: unknown axis {shown(axis)}; use axes out of {usable}")
         if axes.count(axis) > 1:
             raise PlanError(f"experts over {named}: axis {axis} is given twice; name each axis once")
     if not axes:
@@ -167,12 +168,12 @@ def check_experts_over(axes: Iterable[str]) -> tuple[str, ...]:
     return tuple(axis for axis in AXES if axis in axes)
 
 
-def rank_table(spec: MeshSpec, experts_over: Iterable[str] = ("ep",)) -> list[RankRow]:
+def rank_table(spec: MeshSpec, experts_over: str | Iterable[str] = ("ep",)) -> list[RankRow]:
     """Every rank with its coordinates and its expert rank: the position along `experts_over`, last axis fastest.
 
     Ranks with the same expert rank hold the same experts (or, where tp is not in `experts_over`, tp slices of them).
     """
-    axes = check_experts_over(experts_over)
+    axes = parse_experts_over(experts_over)
     rows = []
     for rank in range(spec.size):
         position = spec.coordinates(rank)
@@ -180,14 +181,14 @@ def rank_table(spec: MeshSpec, experts_over: Iterable[str] = ("ep",)) -> list[Ra
     return rows
 
 
-def sglang_sizes(spec: MeshSpec, experts_over: Iterable[str] = ("ep",)) -> dict[str, int]:
+def sglang_sizes(spec: MeshSpec, experts_over: str | Iterable[str] = ("ep",)) -> dict[str, int]:
     """Return the mesh in SGLang's words.
 
     There `tp_total` (`--tp-size`) counts every rank of a stage: attention splits it as attn_dp x attn_cp x attn_tp, the
     experts as moe_dp x ep x moe_tp, and world = tp_total x pp. Our ep axis splits requests in attention, so it counts
     in attn_dp; an expert's width is split over tp only where tp holds no experts of its own.
     """
-    axes = check_experts_over(experts_over)
+    axes = parse_experts_over(experts_over)
     tp_total = spec.extent(("dp", "ep", "cp", "tp"))
     ep = spec.extent(axes)
     moe_tp = 1 if "tp" in axes else spec.tp
@@ -204,14 +205,9 @@ def sglang_sizes(spec: MeshSpec, experts_over: Iterable[str] = ("ep",)) -> dict[
     }
 
 
-def _quoted(text: str) -> str:
-    """Text of a user for a one-line message: quoted, its line breaks escaped, and cut where it is very long."""
-    return repr(text if len(text) <= 60 else text[:57] + "...")
-
-
 def _known(axis: str) -> str:
     if axis not in AXES:
-        raise MeshError(f"unknown mesh axis {_quoted(axis)}; the axes are {', '.join(AXES)}")
+        raise MeshError(f"unknown mesh axis {shown(axis)}; the axes are {', '.join(AXES)}")
     return axis
 
 

@@ -11,7 +11,8 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from jaxpar.errors import PlanError
-from jaxpar.mesh import AXES, MeshSpec
+from jaxpar.mesh import AXES, MeshSpec, parse_experts_over
+from jaxpar.values import shown, whole_number
 
 Phase = Literal["prefill", "decode"]
 PHASES: tuple[Phase, ...] = ("prefill", "decode")
@@ -54,17 +55,24 @@ class Plan:
     dtype: str = "float32"
 
     def __post_init__(self) -> None:
+        """Refuse what no plan can have; numbers become ints, and axes a tuple in the mesh's order."""
+        if not isinstance(self.mesh, MeshSpec):
+            raise PlanError(f"mesh={shown(self.mesh)}: give a MeshSpec, such as MeshSpec(dp=2, tp=4)")
         for name in ("chunk", "page_size", "max_num_seqs"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise PlanError(f"{name}={value!r}: it must be a whole number of at least 1")
-        if self.dtype not in DTYPES:
-            raise PlanError(f"dtype={self.dtype!r} is unknown: use one of {', '.join(DTYPES)}")
-        unknown = [axis for axis in self.experts_over if axis not in AXES[1:]]
-        if unknown or len(set(self.experts_over)) != len(self.experts_over):
-            raise PlanError(
-                f"experts_over={','.join(self.experts_over)}: name each of {', '.join(AXES[1:])} at most once"
-            )
+            given = getattr(self, name)
+            value = whole_number(given)
+            if value is None or value < 1:
+                raise PlanError(f"{name}={shown(given)}: it must be a whole number of at least 1")
+            object.__setattr__(self, name, value)
+        for name in ("prefill_attention", "decode_attention", "all_reduce"):
+            if not isinstance(getattr(self, name), str):
+                default = getattr(Plan, name)
+                raise PlanError(f"{name}={shown(getattr(self, name))}: give a strategy's name, such as {default!r}")
+        if not isinstance(self.sequence_parallel, bool):
+            raise PlanError(f"sequence_parallel={shown(self.sequence_parallel)}: it must be True or False")
+        if not isinstance(self.dtype, str) or self.dtype not in DTYPES:
+            raise PlanError(f"dtype={shown(self.dtype)} is unknown: use one of {', '.join(DTYPES)}")
+        object.__setattr__(self, "experts_over", parse_experts_over(self.experts_over))
 
     def active(self, axes: Iterable[str]) -> tuple[str, ...]:
         """Those of `axes` that have more than one rank: axes of size 1 appear in no spec and no collective."""

@@ -13,7 +13,8 @@ from typing import Any, NoReturn
 
 from jaxpar.assets import mesh_dir
 from jaxpar.errors import MeshError, PlanError
-from jaxpar.mesh import MeshSpec, check_experts_over
+from jaxpar.mesh import MeshSpec, parse_experts_over
+from jaxpar.values import shown
 
 
 @dataclass(frozen=True)
@@ -89,6 +90,8 @@ def resolve_mesh(
         return mesh, None
     if isinstance(mesh, Mapping):
         return MeshSpec.from_sizes(mesh), None
+    if not isinstance(mesh, str | os.PathLike | Preset):
+        raise MeshError(f'mesh={shown(mesh)}: give axis sizes such as "dp=2,tp=4", a preset or a .toml file')
     if isinstance(mesh, str) and not mesh.endswith(".toml") and mesh not in preset_names():
         if mesh.strip() and "=" not in mesh:
             raise MeshError(
@@ -108,7 +111,7 @@ def _preset(name: str, document: dict[str, Any]) -> Preset:
         name=name,
         description=_string(document, "description"),
         mesh=MeshSpec.from_sizes(_table(document, "mesh")),
-        experts_over=check_experts_over(_strings(document, "experts_over", default=["ep"])),
+        experts_over=parse_experts_over(_strings(document, "experts_over", default=["ep"])),
         device=DeviceKind(
             kind=_string(device, "kind"),
             memory_bytes=_count(device, "memory_bytes"),

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, Unpack
 
 import numpy as np
 
@@ -13,8 +14,8 @@ from jaxpar.checkpoint import Checkpoint, ModelConfig, open_checkpoint
 from jaxpar.checkpoint.load import load_weights
 from jaxpar.devices import ensure_devices, make_mesh
 from jaxpar.engine.generate import collect, stream_tokens
-from jaxpar.engine.prompts import Prompt, check_stop, encode_prompts
-from jaxpar.engine.requests import Completion, SamplingParams, Token
+from jaxpar.engine.prompts import Prompt, check_stop, encode_prompts, prompt_list
+from jaxpar.engine.requests import Completion, SamplingOptions, SamplingParams, Token
 from jaxpar.engine.session import Session
 from jaxpar.engine.sizes import groups_of
 from jaxpar.errors import PlanError, RequestError
@@ -22,6 +23,7 @@ from jaxpar.mesh import MeshSpec
 from jaxpar.plan import Phase, Plan
 from jaxpar.presets import Preset, resolve_mesh
 from jaxpar.program import Programs
+from jaxpar.values import shown, whole_number
 
 if TYPE_CHECKING:
     from jaxpar.ledger.report import Ledger
@@ -38,8 +40,8 @@ def load(
         model: a Hugging Face model directory, a GGUF file, a bundled model's name, or a checkpoint that is open.
         mesh: axis sizes ("dp=2,tp=4"), a preset's name, the path of a mesh TOML, or a mapping of sizes.
         platform: "cpu", "gpu" or "tpu"; None takes the accelerator where there is one.
-        plan: the other fields of `jaxpar.plan.Plan`. `dtype` is float32 on a CPU and bfloat16 on accelerators
-            unless given.
+        plan: the other fields of `jaxpar.plan.Plan`. `dtype` None, the default, is float32 on a CPU and bfloat16 on
+            accelerators.
 
     Raises:
         MeshError, PlanError, CheckpointError: naming what does not fit, before anything is compiled.
@@ -49,16 +51,18 @@ def load(
     spec, preset = resolve_mesh(mesh)
     if preset is not None:
         plan.setdefault("experts_over", preset.experts_over)
-    planned = make_plan(spec, {"dtype": "float32", **plan})
+    dtype = plan.pop("dtype", None)
+    planned = make_plan(spec, plan if dtype is None else plan | {"dtype": dtype})
     planned.check_runnable()
     # Larger pages would hold nothing, and the cache is made of whole ones.
     largest = max(checkpoint.config.max_position_embeddings, Plan.page_size)
     if planned.page_size > largest:
         raise PlanError(f"page_size={planned.page_size}: the model's context needs pages of at most {largest} tokens")
     devices = ensure_devices(spec, platform)
-    plan.setdefault("dtype", "float32" if devices[0].platform == "cpu" else "bfloat16")
+    if dtype is None and devices[0].platform != "cpu":
+        planned = replace(planned, dtype="bfloat16")
     on_devices = make_mesh(spec, devices)
-    programs = Programs(checkpoint.config, make_plan(spec, plan), on_devices)
+    programs = Programs(checkpoint.config, planned, on_devices)
     weights = load_weights(programs.weights, reader, on_devices)
     return Runner(checkpoint, programs, weights)
 
@@ -113,39 +117,50 @@ class Runner:
                 part[:] = np.asarray(chunk.output.logits)[lanes, : part.shape[1], : part.shape[2]]
         return out
 
-    def stream(self, prompts: Iterable[Prompt] | str, **sampling: Any) -> Iterator[Token]:
+    def stream(self, prompts: Iterable[Prompt] | str, **sampling: Unpack[SamplingOptions]) -> Iterator[Token]:
         """Generate, yielding each token as it comes; arguments as `generate`."""
         params = _sampling(sampling)
         check_stop(self.checkpoint, params.stop)
         ids = self.encode(prompts, params.max_new_tokens)
         return stream_tokens(self.programs, self.weights, ids, params, self.checkpoint.tokenizer)
 
-    def generate(self, prompts: Iterable[Prompt] | str, **sampling: Any) -> list[Completion]:
+    def generate(self, prompts: Iterable[Prompt] | str, **sampling: Unpack[SamplingOptions]) -> list[Completion]:
         """Generate a completion for each prompt, each text or a list of token ids, of any lengths.
 
         Args:
             prompts: one or several.
-            sampling: fields of `jaxpar.engine.requests.SamplingParams`: max_new_tokens, temperature, top_k, top_p,
-                seed, stop, ignore_eos.
+            sampling: max_new_tokens=32, temperature=0.0, top_k=0, top_p=1.0, seed=0, stop=(), ignore_eos=False:
+                the fields of `jaxpar.SamplingParams`, which says what they mean.
 
         Raises:
             RequestError: a prompt or an option that cannot be served.
         """
-        prompts = [prompts] if isinstance(prompts, str) else list(prompts)
+        prompts = prompt_list(prompts)
         return collect(self.stream(prompts, **sampling), len(prompts))
 
-    def ledger(self, phase: Phase = "decode", batch: int = 8, seq: int = 1024, **step: Any) -> Ledger:
+    def ledger(self, phase: Phase = "decode", batch: int = 8, seq: int = 1024, sampled: bool = False) -> Ledger:
         """What one step costs: bytes on every axis, FLOPs and memory of each rank.
 
         Args:
             phase: "prefill" or "decode".
             batch: requests in all.
             seq: tokens of each request: those that prefill takes, or those cached when a decode step runs.
-            step: see `jaxpar.ledger.report.make_ledger`.
+            sampled: whether tokens are drawn by temperature, top-k and top-p, or greedily.
+
+        Raises:
+            PlanError: an unknown phase, or numbers that no step can have.
         """
         from jaxpar.ledger.report import make_ledger
 
-        return make_ledger(self.config, self.plan, phase, batch, seq, mesh=self.programs.mesh, **step)
+        batch, seq = _whole("batch", batch), _whole("seq", seq)
+        return make_ledger(self.config, self.plan, phase, batch, seq, mesh=self.programs.mesh, sampled=sampled)
+
+
+def _whole(name: str, given: object) -> int:
+    value = whole_number(given)
+    if value is None or value < 1:
+        raise PlanError(f"{name}={shown(given)}: it must be a whole number of at least 1")
+    return value
 
 
 def _sampling(fields: Mapping[str, Any]) -> SamplingParams:

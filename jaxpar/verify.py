@@ -16,15 +16,13 @@ import numpy as np
 
 from jaxpar.engine.requests import SamplingParams
 from jaxpar.engine.session import Session
-from jaxpar.program import Programs, Weights
+from jaxpar.runner import Runner
 
 TOLERANCE = {"float32": 1e-4, "bfloat16": 0.25, "float16": 0.03}
 """Largest difference of a logit that rounding in this dtype explains, where logits are of the order of 1."""
 
 RELATIVE_TOLERANCE = {"float32": 1e-5, "bfloat16": 0.05, "float16": 0.006}
 """The same as a part of the single device's largest logit: the larger of the two counts."""
-
-Ready = tuple[Programs, Weights]
 
 
 @dataclass
@@ -63,8 +61,8 @@ class Verification:
 
 
 def verify(
-    mesh: Ready,
-    single: Ready,
+    mesh: Runner,
+    single: Runner,
     prompts: Sequence[Sequence[int]],
     new_tokens: int,
     tolerance: float | None = None,
@@ -73,17 +71,16 @@ def verify(
     """Compare a model on a mesh with the same model on one device.
 
     Args:
-        mesh: programs and weights on the mesh.
-        single: the same on one device, with the same dtype.
+        mesh: the model on the mesh.
+        single: the same model on one device, with the same dtype.
         prompts: token ids, of any lengths.
         new_tokens: greedy tokens to compare after each prompt.
         tolerance: on logits; None takes TOLERANCE of the dtype, or more where logits are large.
         progress: called with a word on what comes next.
     """
-    programs = mesh[0]
-    dtype, largest = programs.plan.dtype, 0.0
+    dtype, largest = mesh.plan.dtype, 0.0
     params = SamplingParams(max_new_tokens=new_tokens, ignore_eos=True)
-    rank_of = {device: rank for rank, device in enumerate(programs.mesh.devices.flat)}
+    rank_of = {device: rank for rank, device in enumerate(mesh.programs.mesh.devices.flat)}
     rows: dict[tuple[int, int], RankResult] = {}
 
     def row(prompt: int, device: jax.Device) -> RankResult:
@@ -95,11 +92,11 @@ def verify(
 
     progress("logits of prefill and decode, step by step")
     margins: list[list[float]] = [[] for _ in prompts]
-    both = (_steps(ready, prompts, tokens, params) for ready in (mesh, single))
+    both = (_steps(runner, prompts, tokens, params) for runner in (mesh, single))
     for ours, theirs in zip(*both, strict=True):
         reference = np.asarray(theirs.logits)
         for i, count in ours.tokens.items():
-            expected = reference[theirs.session.lane(i), :count, : programs.config.vocab_size]
+            expected = reference[theirs.session.lane(i), :count, : mesh.config.vocab_size]
             largest = max(largest, float(np.abs(expected).max()))
             if i in ours.generates:
                 best = np.partition(expected[-1], -2)[-2:]
@@ -140,10 +137,10 @@ class _Step:
 
 
 def _steps(
-    ready: Ready, prompts: Sequence[Sequence[int]], tokens: Sequence[Sequence[int]], params: SamplingParams
+    runner: Runner, prompts: Sequence[Sequence[int]], tokens: Sequence[Sequence[int]], params: SamplingParams
 ) -> Iterator[_Step]:
     """Run `tokens` after `prompts` through prefill and decode, logits of every position coming out."""
-    session, everyone = _session(ready, prompts, params), list(range(len(prompts)))
+    session, everyone = _session(runner, prompts, params), list(range(len(prompts)))
     for chunk in session.prefill(logits=True):
         counts = {i: min(len(prompt) - chunk.offset, chunk.tokens) for i, prompt in enumerate(prompts)}
         here = {i: count for i, count in counts.items() if count > 0}
@@ -156,10 +153,10 @@ def _steps(
 
 
 def _greedy(
-    ready: Ready, prompts: Sequence[Sequence[int]], params: SamplingParams
+    runner: Runner, prompts: Sequence[Sequence[int]], params: SamplingParams
 ) -> list[dict[jax.Device, list[int]]]:
     """The greedy tokens of every prompt as each device of its replica holds them."""
-    session = _session(ready, prompts, params)
+    session = _session(runner, prompts, params)
     found: list[dict[jax.Device, list[int]]] = [{} for _ in prompts]
     latest: dict[int, int] = {}
 
@@ -182,8 +179,9 @@ def _greedy(
     return found
 
 
-def _session(ready: Ready, prompts: Sequence[Sequence[int]], params: SamplingParams) -> Session:
-    return Session(*ready, prompts, [len(prompt) + params.max_new_tokens - 1 for prompt in prompts], params)
+def _session(runner: Runner, prompts: Sequence[Sequence[int]], params: SamplingParams) -> Session:
+    capacity = [len(prompt) + params.max_new_tokens - 1 for prompt in prompts]
+    return Session(runner.programs, runner.weights, prompts, capacity, params)
 
 
 def _on_every_rank(logits: jax.Array, lane: int, count: int) -> Iterator[tuple[jax.Device, np.ndarray, int]]:

@@ -133,7 +133,10 @@ def test_an_absent_shard_is_named(tmp_path: Path):
 
 def test_a_tensor_that_its_shard_lacks_is_named(tmp_path: Path):
     shards(tmp_path, {"a": "one.safetensors", "b": "one.safetensors"}, one={"a": MATRIX})
-    assert "one.safetensors holds no tensor b" in error_of(lambda: SafetensorsReader(tmp_path))
+    assert (
+        "one.safetensors holds no tensor b, which model.safetensors.index.json says it does; fetch both again"
+        in error_of(lambda: SafetensorsReader(tmp_path))
+    )
 
 
 @pytest.mark.parametrize("weight_map", [None, {}, {"a": 1}, ["a"]])
@@ -148,7 +151,7 @@ def test_an_index_cannot_lead_out_of_the_directory(tmp_path: Path, name: str):
     directory = tmp_path / "model"
     directory.mkdir()
     shards(directory, {"a": name})
-    assert "leads outside the model directory" in error_of(lambda: SafetensorsReader(directory))
+    assert "leads outside the model directory; put the file into it" in error_of(lambda: SafetensorsReader(directory))
 
 
 def test_a_symlink_cannot_lead_out_of_the_directory(tmp_path: Path):
@@ -170,7 +173,9 @@ def test_a_symlink_into_the_blobs_of_the_hugging_face_cache_is_followed(tmp_path
 
 def test_a_missing_tensor_is_named(tmp_path: Path):
     save_file({"a": MATRIX}, tmp_path / "model.safetensors")
-    assert "tensor b is missing among 1 tensors" in error_of(lambda: SafetensorsReader(tmp_path).info("b"))
+    assert "tensor b is missing among 1 tensors; fetch the weights and config.json again" in error_of(
+        lambda: SafetensorsReader(tmp_path).info("b")
+    )
 
 
 def test_a_type_that_is_not_read_is_named_only_when_the_tensor_is_wanted(tmp_path: Path):
@@ -195,15 +200,15 @@ def test_a_file_that_shrinks_after_it_was_opened_is_an_error_and_no_crash(tmp_pa
     reader = SafetensorsReader(tmp_path)
     os.truncate(file, 1 << 20)
     message = error_of(lambda: reader.read("w", ()))
-    assert f"ends at byte {1 << 20}: it was truncated while being read" in message
+    assert f"ends at byte {1 << 20}; it was truncated while being read, fetch it again" in message
 
 
 @pytest.mark.parametrize(
     ("content", "expected"),
     [
-        (b"", "truncated"),
+        (b"", "it is truncated, fetch it again"),
         (b"\x00" * 7, "truncated"),
-        (b"GIF89a, and so on", "a header of"),
+        (b"GIF89a, and so on", "or no safetensors file, fetch it again"),
         ((1 << 40).to_bytes(8, "little") + b"{}", "a header of 1099511627776 bytes in a file of 10"),
         ((4).to_bytes(8, "little") + b"nope", "is not valid JSON"),
         ((2).to_bytes(8, "little") + b"[]", "holds a JSON list"),
@@ -220,7 +225,7 @@ def test_a_file_that_is_no_safetensors_file_is_refused(tmp_path: Path, content: 
         ({"shape": [2, -2]}, "w: shape is [2, -2], expected a list"),
         ({"shape": [2, 2.0]}, "w: shape is [2, 2.0]"),
         ({"shape": [1] * 100}, "w: shape is [1, 1, 1, 1, 1, 1, ...], expected a list of at most 8 sizes"),
-        ({"shape": [2, 3]}, "tensor w has 16 bytes, expected 24 for F32 of shape [2, 3]"),
+        ({"shape": [2, 3]}, "tensor w has 16 bytes, expected 24 for F32 of shape [2, 3]; fetch it again"),
         ({"shape": [2**31, 2**31]}, "w: shape is"),
         ({"data_offsets": [16, 0]}, "w: data_offsets is [16, 0]"),
         ({"data_offsets": [0]}, "w: data_offsets is [0]"),

@@ -97,8 +97,11 @@ def test_a_request_that_cannot_be_served_is_refused(options: list[str], said: st
         ("p.jsonl", b'{"prompt": [1]}\nhello\n', "p.jsonl:2 is not JSON"),
         ("p.jsonl", b'{"prompt": 3}\n', "p.jsonl:1 is not a prompt"),
         ("p.jsonl", b'{"prompt": [1], "id": 7}\n', "p.jsonl:1 is not a prompt"),
-        ("p.jsonl", b'{"prompt": [1, 2.5]}\n', "prompt 0 is neither text nor a list of token ids"),
-        ("p.jsonl", b'{"prompt": "\\ud800"}\n', "prompt 0 is not Unicode text at character 0"),
+        ("p.jsonl", b'{"prompt": [1, 2.5]}\n', "p.jsonl:1 is neither text nor a list of token ids (2.5)"),
+        ("p.jsonl", b'{"prompt": [1]}\n{"prompt": [true]}', "p.jsonl:2 is neither text nor a list of token ids (True)"),
+        ("p.jsonl", b'{"prompt": [1]}\n{"prompt": [97]}', "p.jsonl:2: token id 97 is outside the vocabulary"),
+        ("p.jsonl", b'{"prompt": []}\n', "p.jsonl:1 is empty: give at least one token"),
+        ("p.jsonl", b'{"prompt": "\\ud800"}\n', "p.jsonl:1 is not Unicode text at character 0"),
     ],
 )
 def test_a_prompt_file_that_is_none_is_refused(tmp_path: Path, name: str, content: bytes, said: str) -> None:

@@ -124,18 +124,19 @@ def test_a_profile_is_of_a_run_in_which_nothing_compiles(worded: Path, tmp_path:
 
 def test_prompts_are_taken_from_options_then_files_then_token_ids(tmp_path: Path) -> None:
     (tmp_path / "lines.txt").write_bytes("\ufeffone: é \r\ntwo\N{LINE SEPARATOR}\x0b2\n".encode())
-    prompts = read_prompts(["zero"], tmp_path / "lines.txt", ["1, 2", "3"])
+    prompts, places = read_prompts(["zero"], tmp_path / "lines.txt", ["1, 2", "3"])
     assert prompts == ["zero", "one: é ", "two\N{LINE SEPARATOR}\x0b2", [1, 2], [3]]
+    assert places == ["prompt 0", f"{tmp_path}/lines.txt:1", f"{tmp_path}/lines.txt:2", "prompt 3", "prompt 4"]
 
 
 def test_json_lines_hold_prompts_of_several_lines_and_token_ids(tmp_path: Path) -> None:
     (tmp_path / "prompts.jsonl").write_text('{"prompt": "one\\ntwo"}\n{"prompt": [3, 4]}')
-    assert read_prompts(None, tmp_path / "prompts.jsonl", None) == ["one\ntwo", [3, 4]]
+    assert read_prompts(None, tmp_path / "prompts.jsonl", None)[0] == ["one\ntwo", [3, 4]]
 
 
 def test_a_chat_prompt_is_what_the_template_makes_of_it(worded: Path) -> None:
     checkpoint = jaxpar.load(worded).checkpoint
-    assert chat_prompts(checkpoint, ["w7 w8"]) == [[0, 7, 8, 9]]
+    assert chat_prompts(checkpoint, ["w7 w8"], ["prompt 0"]) == [[0, 7, 8, 9]]
 
 
 def test_a_chat_refuses_token_ids(worded: Path) -> None:

@@ -81,6 +81,12 @@ def test_help_lists_every_command_with_what_it_does() -> None:
     assert run().out == run("-h").out == done.out
 
 
+def test_no_summary_is_cut_at_80_columns(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    lines = run("--help").out.partition("Commands:")[2].splitlines()
+    assert [line for line in lines if line.endswith("...") and not line.startswith("  ledger ")] == []
+
+
 @pytest.mark.parametrize("command", COMMANDS)
 def test_every_command_has_help_and_json(command: str) -> None:
     done = run(command, "--help")

@@ -52,6 +52,7 @@ def test_a_difference_above_the_tolerance_is_exit_status_1(failed: Result) -> No
     assert failed.out.splitlines()[-1].startswith(
         "FAILED: dp=2,tp=3 against one device in float32, 3 tokens on 3 ranks (3 idle: fewer prompts than replicas)"
     )
+    assert "(tolerance 0; verify's --tolerance sets another)" in failed.out.splitlines()[-1]
 
 
 def test_the_table_has_a_row_for_every_prompt_and_rank(failed: Result) -> None:

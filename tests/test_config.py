@@ -242,7 +242,7 @@ def test_a_bad_end_token_is_blamed_on_the_file_that_has_it(tmp_path: Path):
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        ("{", "is not valid JSON"),
+        ("{", "is not valid JSON .*; fetch it again"),
         ("[1]", "holds a JSON list, expected an object"),
         ("[" * 100_000, "is not valid JSON"),
         ('{"vocab_size": 1' + "0" * 5000 + "}", "is not valid JSON"),

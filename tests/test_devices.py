@@ -190,3 +190,9 @@ def test_over_two_slices_the_outermost_axis_crosses():
 def test_chips_with_holes_between_them_keep_the_order_of_the_machine():
     chips = torus(2, 2, 2)[:3]
     assert list(make_mesh(MeshSpec(tp=3), chips).devices.flat) == chips
+
+
+@pytest.mark.parametrize("platform", [3, b"cpu", ["cpu"]])
+def test_a_platform_that_is_no_name_is_refused(platform: object):
+    with pytest.raises(MeshError, match=r'^platform=.*: use "cpu", "gpu", "tpu"'):
+        ensure_devices(MeshSpec(), platform)

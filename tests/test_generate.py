@@ -233,6 +233,11 @@ def test_another_seed_draws_other_tokens_and_the_same_seed_the_same(model: Calla
     assert all(a != b for a, b in zip(first, other, strict=True))
 
 
+def test_equal_prompts_with_the_same_seed_get_the_same_text(model: Callable[..., Runner]) -> None:
+    first, other, again = tokens_of(model("dp=2,tp=4").generate([PROMPTS[0], PROMPTS[1], PROMPTS[0]], **DRAWN))
+    assert first == again != other
+
+
 @pytest.mark.parametrize("options", [{"max_new_tokens": 12}, DRAWN], ids=["greedy", "drawn"])
 def test_log_probabilities_are_the_log_softmax_of_the_models_own_logits(
     model: Callable[..., Runner], options: dict[str, Any]

@@ -174,12 +174,14 @@ def test_rows_that_are_not_the_heads_are_refused(tmp_path: Path):
     tensors["blk.0.attn_q.weight"] = tensors["blk.0.attn_q.weight"][:-HEAD_DIM]
     reader = open_checkpoint(write(tmp_path / "m.gguf", tensors)).require_reader()
     message = error_of(lambda: reader.read("model.layers.0.self_attn.q_proj.weight", ()))
-    assert "blk.0.attn_q.weight has 48 rows, expected 4 heads of 16" in message
+    assert "blk.0.attn_q.weight has 48 rows, expected 4 heads of 16; convert the model again" in message
 
 
 def test_a_missing_tensor_is_named(quantized: Path):
     reader = open_checkpoint(quantized).require_reader()
-    assert "tensor lm_head.weight is missing among 11 tensors" in error_of(lambda: reader.info("lm_head.weight"))
+    assert "tensor lm_head.weight is missing among 11 tensors; fetch the file again" in error_of(
+        lambda: reader.info("lm_head.weight")
+    )
 
 
 @pytest.mark.parametrize(
@@ -187,8 +189,11 @@ def test_a_missing_tensor_is_named(quantized: Path):
     [
         (b"", "is not a GGUF file"),
         (b"GGUF", "is not a GGUF file"),
-        (b"PK\x03\x04" + bytes(60), "begins with b'PK\\x03\\x04', expected b'GGUF'"),
-        (b"GGUF" + (1).to_bytes(4, "little") + bytes(60), "GGUF version 1, expected 2 or 3"),
+        (b"PK\x03\x04" + bytes(60), "begins with b'PK\\x03\\x04', expected b'GGUF'; fetch it again"),
+        (
+            b"GGUF" + (1).to_bytes(4, "little") + bytes(60),
+            "GGUF version 1, expected 2 or 3, little-endian; convert the model again",
+        ),
         (b"GGUF" + (3).to_bytes(4, "big") + bytes(60), "GGUF version 50331648, expected 2 or 3, little-endian"),
         (b"GGUF" + (3).to_bytes(4, "little") + b"\xff" * 16, "items cannot follow in a file of 24 bytes"),
     ],

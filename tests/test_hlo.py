@@ -235,7 +235,9 @@ def test_pairs_are_named_by_the_axes_along_which_they_move() -> None:
 def test_accelerators_merge_two_all_reduces_and_keep_the_bytes() -> None:
     (merged,) = compare_compiled(traced(), read("gpu_h200.txt"))
     assert merged == Change("merged", "all_reduce", ("tp",), "", 5, 5 * ROWS, 4, 5 * ROWS)
-    assert str(merged) == ("merged: all_reduce over tp: traced 5 calls of 20480 bytes, compiled 4 calls of 20480 bytes")
+    assert str(merged) == (
+        "merged: all_reduce over tp: traced 5 calls, 20480 bytes in all, compiled 4 calls, 20480 bytes in all"
+    )
 
 
 def test_a_sum_that_a_tpu_takes_in_another_type_is_resized() -> None:

@@ -218,7 +218,7 @@ def test_a_tensor_of_the_wrong_shape_is_refused_before_any_is_read(tmp_path: Pat
         load(write_model(tmp_path, tensors=wrong), "tp=2")
     assert str(raised.value) == (
         f"{tmp_path}/model.safetensors: tensor model.layers.0.mlp.down_proj.weight has shape [24, 33], but config.json "
-        "asks for [24, 34]; the configuration and the weights are not of the same model"
+        "asks for [24, 34]; the configuration and the weights are not of the same model, fetch both again"
     )
     assert reads == []
 
@@ -229,7 +229,7 @@ def test_a_missing_tensor_is_refused_before_any_is_read(tmp_path: Path, reads: l
         (tmp_path / "config.json").read_text().replace('"tie_word_embeddings": true', '"tie_word_embeddings": false')
     )
     (tmp_path / "config.json").write_text(config)
-    with pytest.raises(CheckpointError, match=r"tensor lm_head.weight is missing among 11 tensors"):
+    with pytest.raises(CheckpointError, match=r"tensor lm_head.weight is missing among 11 tensors; fetch the weights"):
         load(tmp_path, "tp=2")
     assert reads == []
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -77,6 +78,11 @@ def test_a_spec_that_cannot_be_is_refused_by_name_in_one_short_line(text: str, s
     assert len(str(refused.value)) < 250
 
 
+def test_sizes_of_numpy_become_ints():
+    spec = MeshSpec(dp=np.int64(2), tp=np.uint8(4))
+    assert (str(spec), type(spec.dp), type(spec.tp)) == ("dp=2,tp=4", int, int)
+
+
 @pytest.mark.parametrize("size", [0, -1, True, 2.0, "2", None])
 def test_a_size_that_is_not_a_whole_number_from_one_is_refused(size: object):
     with pytest.raises(MeshError, match="mesh axis cp has size"):
@@ -91,8 +97,9 @@ def test_the_largest_mesh_is_accepted_and_one_rank_more_is_not():
 
 def test_sizes_from_a_mapping_refuse_an_unknown_axis():
     assert MeshSpec.from_sizes({"tp": 4, "dp": 2}) == MeshSpec(dp=2, tp=4)
-    with pytest.raises(MeshError, match="unknown mesh axis 'sp'"):
-        MeshSpec.from_sizes({"sp": 2})
+    for axis in ("sp", 3):
+        with pytest.raises(MeshError, match=f"unknown mesh axis {axis!r}"):
+            MeshSpec.from_sizes({axis: 2})
 
 
 @pytest.mark.parametrize("ask", [lambda spec: spec.active(("sp",)), lambda spec: spec.extent(("sp",))])
@@ -153,6 +160,12 @@ def test_experts_over_axes_that_cannot_be_are_refused(text: str, said: str):
     with pytest.raises(PlanError, match="experts over") as refused:
         parse_experts_over(text)
     assert said in str(refused.value)
+
+
+@pytest.mark.parametrize(("axes", "said"), [(3, "over 3: give axes"), (None, "over None"), ([1], "unknown axis '1'")])
+def test_experts_over_what_is_no_list_of_axes_are_refused(axes: object, said: str):
+    with pytest.raises(PlanError, match=said):
+        rank_table(MeshSpec(tp=2), axes)
 
 
 def test_experts_over_no_axis_is_refused():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -86,8 +87,14 @@ def test_dp_and_tp_run_and_so_do_axes_of_size_1() -> None:
         ({"page_size": -4}, "page_size=-4: it must be a whole number of at least 1"),
         ({"max_num_seqs": True}, "max_num_seqs=True: it must be a whole number of at least 1"),
         ({"dtype": "int8"}, "dtype='int8' is unknown: use one of float32, bfloat16, float16"),
-        ({"experts_over": ("pp",)}, "experts_over=pp: name each of dp, ep, cp, tp at most once"),
-        ({"experts_over": ("ep", "ep")}, "experts_over=ep,ep: name each of dp, ep, cp, tp at most once"),
+        ({"dtype": np.dtype("float32")}, "dtype=dtype('float32') is unknown: use one of float32, bfloat16, float16"),
+        ({"chunk": None}, "chunk=None: it must be a whole number of at least 1"),
+        ({"all_reduce": []}, "all_reduce=[]: give a strategy's name, such as 'psum'"),
+        ({"prefill_attention": 3}, "prefill_attention=3: give a strategy's name, such as 'local'"),
+        ({"sequence_parallel": "no"}, "sequence_parallel='no': it must be True or False"),
+        ({"experts_over": ("pp",)}, "experts over 'pp': a pipeline stage keeps its own experts; use axes out of dp"),
+        ({"experts_over": "ep,ep"}, "experts over 'ep,ep': axis ep is given twice"),
+        ({"experts_over": None}, 'experts over None: give axes out of dp, ep, cp, tp, such as "dp,tp"'),
         ({"pages": 4}, "a plan has no field 'pages': use experts_over, "),
     ],
 )
@@ -95,3 +102,20 @@ def test_a_value_that_no_plan_can_have_is_refused_with_the_remedy(fields: dict[s
     with pytest.raises(PlanError) as raised:
         make_plan(MeshSpec(), fields)
     assert str(raised.value).startswith(said)
+
+
+@pytest.mark.parametrize("mesh", [None, "dp=2,tp=4", {"tp": 2}])
+def test_a_plan_s_mesh_is_a_mesh_spec(mesh: Any) -> None:
+    with pytest.raises(PlanError, match=r"^mesh=.*: give a MeshSpec, such as MeshSpec\(dp=2, tp=4\)$"):
+        Plan(mesh)
+
+
+def test_whole_numbers_of_numpy_become_ints() -> None:
+    plan = Plan(chunk=np.int64(9), page_size=np.uint8(3), max_num_seqs=np.int32(5))
+    assert plan == Plan(chunk=9, page_size=3, max_num_seqs=5)
+    assert {type(size) for size in (plan.chunk, plan.page_size, plan.max_num_seqs)} == {int}
+
+
+@pytest.mark.parametrize("axes", ["tp,dp", " dp , tp ", ["tp", "dp"], ("dp", "tp")])
+def test_experts_are_over_the_same_axes_however_they_are_given(axes: Any) -> None:
+    assert Plan(experts_over=axes).experts_over == ("dp", "tp")

@@ -165,3 +165,9 @@ def test_a_word_that_is_no_preset_is_told_both_ways_to_name_a_mesh():
         resolve_mesh("h100-8")
     assert "dp=2,tp=4" in str(refused.value)
     assert "h200-8" in str(refused.value)
+
+
+@pytest.mark.parametrize("mesh", [None, 3, b"tp=2", ["tp", 2]])
+def test_what_is_no_name_of_a_mesh_is_told_what_is(mesh: object):
+    with pytest.raises(MeshError, match=r'^mesh=.*: give axis sizes such as "dp=2,tp=4", a preset or a \.toml file$'):
+        resolve_mesh(mesh)

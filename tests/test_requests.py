@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from dataclasses import fields
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 import numpy as np
 import pytest
 from sample_models import write_model
 
 import jaxpar
-from jaxpar import RequestError, SamplingParams
+from jaxpar import CheckpointError, PlanError, RequestError, SamplingParams
 from jaxpar.engine.prompts import encode_prompts
+from jaxpar.engine.requests import SamplingOptions
 
 
 @pytest.fixture(scope="module")
@@ -34,21 +37,42 @@ def test_an_array_is_a_batch_of_prompts(runner: jaxpar.Runner) -> None:
 @pytest.mark.parametrize(
     ("prompts", "said"),
     [
+        (None, "prompts=None: give a text, or a list of texts and lists of token ids"),
+        (3, "prompts=3: give a text"),
+        (b"one", "prompts=b'one': give a text"),
+        (np.array(3), r"prompts=array\(3\): give a text"),
         ([], "no prompt was given"),
         ([[]], "prompt 0 is empty"),
         ([1, 2, 3], "prompt 0 is neither text nor a list of token ids"),
-        ([[1], [1.5]], "prompt 1 is neither text nor a list of token ids"),
+        (
+            [[1], [1] * 9 + [1.5]],
+            r"prompt 1 is neither text nor a list of token ids \(1.5\): give a text or whole numbers",
+        ),
         ([[1], None], "prompt 1 is neither text nor a list of token ids"),
+        ([[1, True]], r"prompt 0 is neither text nor a list of token ids \(True\)"),
+        ([np.array([True])], r"prompt 0 is neither text nor a list of token ids \(np.True_\)"),
+        ([b"one"], r"prompt 0 is neither text nor a list of token ids \(b'one'\)"),
         ([["1"]], "prompt 0 is neither text nor a list of token ids"),
         ([[101]], "prompt 0: token id 101 is outside the vocabulary; use ids from 0 to 100"),
         ([[-1]], "prompt 0: token id -1 is outside"),
-        ([[1] * 257], "prompt 0 has 257 tokens"),
+        ([[1] * 257], "prompt 0 has 257 tokens.* the model's context is 256: shorten the prompt by"),
     ],
 )
 def test_what_is_no_prompt_is_refused(runner: jaxpar.Runner, prompts: Any, said: str) -> None:
     for use in (runner.generate, runner.logits):
         with pytest.raises(RequestError, match="^" + said):
             use(prompts)
+
+
+@pytest.mark.parametrize(
+    ("length", "new", "remedy"),
+    [(250, 10, "by 4, or use max_new_tokens=6"), (256, 1, "by 1"), (300, 0, "by 44")],
+)
+def test_a_prompt_that_is_too_long_is_told_by_how_much(
+    runner: jaxpar.Runner, length: int, new: int, remedy: str
+) -> None:
+    with pytest.raises(RequestError, match=f"context is 256: shorten the prompt {remedy}$"):
+        runner.encode([[1] * length], new)
 
 
 def test_rows_of_different_lengths_have_no_logits_as_one_array(runner: jaxpar.Runner) -> None:
@@ -68,6 +92,7 @@ def test_rows_of_different_lengths_have_no_logits_as_one_array(runner: jaxpar.Ru
         ({"top_k": 1.5}, "top_k=1.5: it must be a whole number"),
         ({"top_p": float("nan")}, "top_p=nan: it must be above 0"),
         ({"seed": 2**32}, "seed=4294967296: it must be from 0"),
+        ({"ignore_eos": "no"}, "ignore_eos='no': it must be True or False"),
         ({"stop": 5}, "stop: 5 is not a text"),
         ({"stop": ["a", None]}, "stop: None is not a text"),
         ({"stop": ["a", ""]}, "stop: an empty text"),
@@ -88,3 +113,43 @@ def test_a_checkpoint_that_is_open_is_loaded_as_its_path_would_be(runner: jaxpar
     again = jaxpar.load(runner.checkpoint, mesh="tp=2")
     assert again.checkpoint is runner.checkpoint
     np.testing.assert_allclose(again.logits([[1, 2, 3]]), runner.logits([[1, 2, 3]]), atol=1e-4)
+
+
+def test_the_options_that_a_type_checker_and_help_show_are_those_there_are() -> None:
+    hints = get_type_hints(SamplingParams) | {"stop": str | Iterable[str]}
+    assert get_type_hints(SamplingOptions) == hints
+    for field in fields(SamplingParams):
+        assert f"{field.name}={field.default!r}" in " ".join(jaxpar.Runner.generate.__doc__.split())
+
+
+@pytest.mark.parametrize("model", [None, 3, b"tiny", ["tiny"]])
+def test_what_is_no_name_of_a_model_is_refused(model: Any) -> None:
+    with pytest.raises(CheckpointError, match=r"^model=.*: give a model directory, a GGUF file, or a bundled model's"):
+        jaxpar.load(model)
+
+
+def test_no_dtype_is_the_default_one(runner: jaxpar.Runner) -> None:
+    assert jaxpar.load(runner.checkpoint, dtype=None).plan == runner.plan
+    assert runner.plan.dtype == "float32"
+
+
+@pytest.mark.parametrize(
+    ("step", "said"),
+    [
+        ({"batch": 2.5}, "batch=2.5: it must be a whole number of at least 1"),
+        ({"batch": "a"}, "batch='a': it must be a whole number of at least 1"),
+        ({"batch": 0}, "batch=0: it must be a whole number of at least 1"),
+        ({"seq": 0}, "seq=0: it must be a whole number of at least 1"),
+        ({"seq": True}, "seq=True: it must be a whole number of at least 1"),
+        ({"phase": 3}, "phase=3 is unknown: use prefill or decode"),
+    ],
+)
+def test_a_step_that_is_none_has_no_ledger(runner: jaxpar.Runner, step: dict[str, Any], said: str) -> None:
+    with pytest.raises(PlanError, match=f"^{said}"):
+        runner.ledger(**step)
+
+
+def test_whole_numbers_of_numpy_count_a_step(runner: jaxpar.Runner) -> None:
+    counted = runner.ledger("decode", batch=np.int64(3), seq=np.int32(20), sampled=True)
+    assert (counted.batch, counted.seq, counted.step.sampled) == (3, 20, True)
+    assert type(counted.batch) is type(counted.seq) is int

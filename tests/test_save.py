@@ -104,7 +104,9 @@ def test_a_model_is_not_overwritten(tmp_path: Path) -> None:
 def test_a_place_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with (
-        pytest.raises(CheckpointError, match=r"file/model cannot be written: Not a directory"),
+        pytest.raises(
+            CheckpointError, match=r"file/model cannot be written: Not a directory; choose another directory"
+        ),
         staged(tmp_path / "file" / "model"),
     ):
         raise AssertionError("it was opened")

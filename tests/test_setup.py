@@ -127,6 +127,7 @@ def test_the_wheel_carries_meshes_and_models_and_finds_them_from_anywhere(tmp_pa
     (wheel,) = tmp_path.glob("*.whl")
     installed = tmp_path / "site"
     zipfile.ZipFile(wheel).extractall(installed)
+    assert (installed / "jaxpar" / "py.typed").exists(), "users' type checkers would ignore every type"
     code = """
 from jaxpar.assets import mesh_dir, model_dir, model_names
 from jaxpar.presets import resolve_mesh

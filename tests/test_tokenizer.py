@@ -209,7 +209,7 @@ def test_a_directory_without_tokenizer_json_has_no_tokenizer(tmp_path: Path):
 @pytest.mark.parametrize(
     ("file", "content", "expected"),
     [
-        ("tokenizer.json", "{}", "tokenizer.json is not a tokenizer"),
+        ("tokenizer.json", "{}", "; fetch it again"),
         ("tokenizer.json", "\x00", "tokenizer.json is not a tokenizer"),
         ("tokenizer_config.json", "[]", "tokenizer_config.json holds a JSON list"),
         ("tokenizer_config.json", '{"chat_template": 1}', "chat_template is 1, expected a template"),

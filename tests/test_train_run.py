@@ -178,12 +178,20 @@ def test_the_command_trains_profiles_and_reports_in_json(text: Path, tmp_path: P
     assert result.stderr == ""
 
 
+def test_the_command_says_that_the_losses_are_those_before_yarn(text: Path, tmp_path: Path) -> None:
+    stretched = command(text, tmp_path / "stretched").stdout
+    assert "YaRN stretches the saved model to 1024 tokens; the losses are those before, of 8 tokens." in stretched
+    assert "YaRN" not in command(text, tmp_path / "plain", "--context", "8").stdout
+    kinds = [read_config(tmp_path / name).rope.rope_type for name in ("stretched", "plain")]
+    assert kinds == ["yarn", "default"]
+
+
 @pytest.mark.parametrize(
     ("options", "complaint"),
     [
         (["--hidden", "18"], "--hidden 18 --heads 4"),
         (["--kv-heads", "3"], "--heads 4 --kv-heads 3"),
-        (["--context", "7"], "--context 7 --length 8"),
+        (["--context", "7"], "--context 7 --length 8: a model is not trained past its context; use --context 8"),
         (["--layers", "0"], "--layers 0: it must be at least 1"),
         (["--steps", "0"], "steps=0"),
         (["--lr", "-1"], "learning_rate=-1"),
@@ -191,7 +199,7 @@ def test_the_command_trains_profiles_and_reports_in_json(text: Path, tmp_path: P
         (["--mesh", "pp=2"], "pp=2"),
         (["--mesh", "tp=4"], "copies of the 2 KV heads"),
         (["--vocab", "9999"], "9999"),
-        (["--length", "5000"], "5000"),
+        (["--length", "5000"], "a sequence of 5000 needs 5001"),
         (["--text", "/not/there"], "/not/there"),
         (["--out", "/dev/null/model"], "/dev/null/model cannot be written"),
     ],

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 import pytest
 from oracle_data import load_oracle
-from sample_models import oracle_runner
+from sample_models import oracle_runner, write_model
 
+import jaxpar
 from jaxpar import program
-from jaxpar.verify import Ready, Verification, verify
+from jaxpar.runner import Runner
+from jaxpar.verify import RELATIVE_TOLERANCE, TOLERANCE, Verification, verify
 from jaxpar.vocabulary.sampling import Sampled, sample
 
 ORACLE = load_oracle("llama")
@@ -22,25 +25,25 @@ MESH = "dp=2,tp=2"
 REPLICAS = [{0, 1}, {2, 3}]  # prompts 0 and 2 are the first one's
 
 
-def ready(mesh: str, dtype: str = "float32") -> Ready:
-    runner = oracle_runner("llama", mesh, dtype=dtype, **PAGES)
-    return runner.programs, runner.weights
+def llama(mesh: str, dtype: str = "float32") -> Runner:
+    return oracle_runner("llama", mesh, dtype=dtype, **PAGES)
 
 
-def with_shard(name: str, rank: int, change: Callable[[np.ndarray], np.ndarray]) -> Ready:
+def with_shard(name: str, rank: int, change: Callable[[np.ndarray], np.ndarray]) -> Runner:
     """The mesh, where one rank's shard (or copy) of a weight is not what it should be."""
-    programs, weights = ready(MESH)
-    broken = programs.mesh.devices.flat[rank]
+    right = llama(MESH)
+    broken = right.programs.mesh.devices.flat[rank]
     shards = [
         jax.device_put(change(np.array(shard.data)), broken) if shard.device == broken else shard.data
-        for shard in weights[name].addressable_shards
+        for shard in right.weights[name].addressable_shards
     ]
-    array = jax.make_array_from_single_device_arrays(weights[name].shape, weights[name].sharding, shards)
-    return programs, weights | {name: array}
+    whole = right.weights[name]
+    array = jax.make_array_from_single_device_arrays(whole.shape, whole.sharding, shards)
+    return Runner(right.checkpoint, right.programs, right.weights | {name: array})
 
 
-def run(mesh: Ready, **options: Any) -> Verification:
-    return verify(mesh, ready("tp=1"), PROMPTS, NEW_TOKENS, **options)
+def run(mesh: Runner, **options: Any) -> Verification:
+    return verify(mesh, llama("tp=1"), PROMPTS, NEW_TOKENS, **options)
 
 
 def wrong_ranks(verification: Verification) -> set[int]:
@@ -49,7 +52,7 @@ def wrong_ranks(verification: Verification) -> set[int]:
 
 
 def test_a_right_mesh_passes_with_every_rank_of_every_prompts_replica_compared() -> None:
-    verification = run(ready(MESH))
+    verification = run(llama(MESH))
     assert verification.passed
     assert wrong_ranks(verification) == set()
     assert [(r.prompt, r.rank) for r in verification.results] == [(0, 0), (0, 1), (1, 2), (1, 3), (2, 0), (2, 1)]
@@ -62,14 +65,14 @@ def test_a_right_mesh_passes_with_every_rank_of_every_prompts_replica_compared()
 
 
 def test_the_tokens_and_the_margin_are_those_of_one_device() -> None:
-    verification = run(ready(MESH))
+    verification = run(llama(MESH))
     assert verification.tokens == [row[:NEW_TOKENS] for row in ORACLE.greedy[:3]]
     assert verification.margin >= ORACLE.margin - 1e-4
     assert verification.margin > verification.tolerance
 
 
 def test_bfloat16_on_a_mesh_is_bfloat16_on_one_device_within_its_rounding() -> None:
-    verification = verify(ready("tp=3", "bfloat16"), ready("tp=1", "bfloat16"), PROMPTS, NEW_TOKENS)
+    verification = verify(llama("tp=3", "bfloat16"), llama("tp=1", "bfloat16"), PROMPTS, NEW_TOKENS)
     assert verification.passed
     assert 1e-4 < verification.max_difference < 0.1
 
@@ -98,7 +101,7 @@ def test_a_nan_passes_nothing() -> None:
     assert np.isnan(verification.max_difference)
     assert wrong_ranks(verification) >= {1}
     everywhere = verify(
-        with_shard("norm", 0, lambda w: np.full_like(w, np.nan)), ready("tp=1"), PROMPTS, NEW_TOKENS, tolerance=1e9
+        with_shard("norm", 0, lambda w: np.full_like(w, np.nan)), llama("tp=1"), PROMPTS, NEW_TOKENS, tolerance=1e9
     )
     assert not everywhere.passed
 
@@ -109,16 +112,32 @@ def test_the_tolerance_decides_what_is_a_difference_and_what_is_a_tie() -> None:
     assert run(slightly_wrong, tolerance=0.1).passed
 
 
+def test_large_logits_may_differ_by_a_part_of_the_largest(tmp_path: Path) -> None:
+    head = 300 * np.random.default_rng(0).standard_normal((101, 24)).astype(np.float32)
+    model = write_model(tmp_path, tensors={"lm_head.weight": head})
+    on_mesh, single = jaxpar.load(model, mesh="dp=2,tp=3"), jaxpar.load(model)
+    prompts = [[5, 6, 7, 8, 9], [10, 11, 12]]
+    verification = verify(on_mesh, single, prompts, NEW_TOKENS)
+    largest = max(
+        np.abs(single.logits([prompt + tokens[:-1]])).max()
+        for prompt, tokens in zip(prompts, verification.tokens, strict=True)
+    )
+    assert verification.passed
+    assert verification.tolerance == pytest.approx(RELATIVE_TOLERANCE["float32"] * largest, rel=1e-4)
+    assert verification.max_difference > TOLERANCE["float32"]
+    assert not verify(on_mesh, single, prompts, NEW_TOKENS, tolerance=TOLERANCE["float32"]).passed
+
+
 def test_a_token_that_differs_where_the_logits_agree_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
     def second_best(logits: jax.Array, *rest: Any) -> Sampled:
         best = logits.max(axis=1, keepdims=True)
         return sample(jax.numpy.where(logits == best, -jax.numpy.inf, logits), *rest)
 
-    single = ready("tp=1")
-    run(ready(MESH))  # the right programs are compiled before sampling is broken
+    single = llama("tp=1")
+    run(llama(MESH))  # the right programs are compiled before sampling is broken
     monkeypatch.setattr(program, "sample", second_best)
     oracle_runner.cache_clear()
-    verification = verify(ready(MESH), single, PROMPTS, NEW_TOKENS)
+    verification = verify(llama(MESH), single, PROMPTS, NEW_TOKENS)
     oracle_runner.cache_clear()
     assert verification.max_difference < 1e-4
     assert not verification.passed
@@ -127,5 +146,5 @@ def test_a_token_that_differs_where_the_logits_agree_is_wrong(monkeypatch: pytes
 
 def test_progress_is_told_in_words() -> None:
     said: list[str] = []
-    run(ready(MESH), progress=said.append)
+    run(llama(MESH), progress=said.append)
     assert len(said) == 3

@@ -44,7 +44,9 @@ class ByteRanges:
             CheckpointError: if the file ends before.
         """
         if offset + length > self.size:
-            raise CheckpointError(f"{self.path} ends at byte {self.size}, expected {offset + length}: it is truncated")
+            raise CheckpointError(
+                f"{self.path} ends at byte {self.size}, expected {offset + length}; it is truncated, fetch it again"
+            )
         buffer = bytearray(length)
         self._fill(memoryview(buffer), offset)
         return bytes(buffer)
@@ -90,7 +92,9 @@ class ByteRanges:
             except OSError as error:
                 raise CheckpointError(f"{self.path} cannot be read: {one_line(error)}") from error
             if count == 0:
-                raise CheckpointError(f"{self.path} ends at byte {offset + done}: it was truncated while being read")
+                raise CheckpointError(
+                    f"{self.path} ends at byte {offset + done}; it was truncated while being read, fetch it again"
+                )
             done += count
 
 

@@ -40,7 +40,9 @@ class ChatTemplate:
         try:
             self._template = environment.from_string(source)
         except (jinja2.TemplateError, RecursionError) as error:
-            raise CheckpointError(f"{file}: the chat template is not valid Jinja: {one_line(error)}") from error
+            raise CheckpointError(
+                f"{file}: the chat template is not valid Jinja ({one_line(error)}); correct it, or give token ids"
+            ) from error
         self._special_tokens = dict(special_tokens)
         self._file = file
 
@@ -64,7 +66,10 @@ class ChatTemplate:
                 **self._special_tokens,
             )
         except Exception as error:  # what a model's template does with a request can fail in any way
-            raise RequestError(f"the chat template of {self._file} refuses the messages: {one_line(error)}") from error
+            raise RequestError(
+                f"the chat template of {self._file} refuses the messages ({one_line(error)}); "
+                "change them, or give the prompt as plain text"
+            ) from error
 
 
 class _Generation(Extension):

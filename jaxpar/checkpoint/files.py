@@ -24,12 +24,14 @@ def path_inside(directory: Path, name: str) -> Path:
     """
     relative = PurePath(name)
     if not name or "\0" in name or relative.is_absolute() or ".." in relative.parts:
-        raise CheckpointError(f"{directory}: file name {name!r} leads outside the model directory")
+        raise CheckpointError(
+            f"{directory}: file name {name!r} leads outside the model directory; put the file into it"
+        )
     try:
         root = directory.resolve()
         target = (root / relative).resolve()
     except (OSError, RuntimeError) as error:  # a loop of symlinks
-        raise CheckpointError(f"{directory / name}: {one_line(error)}") from error
+        raise CheckpointError(f"{directory / name}: {one_line(error)}; copy the file into the directory") from error
     roots = [root]
     if root.parent.name == "snapshots":
         roots.append(root.parent.parent / "blobs")
@@ -47,9 +49,9 @@ def file_size(path: Path) -> int:
         CheckpointError: if there is no such file, or it is a directory, a pipe or a device.
     """
     if not path.exists():
-        raise CheckpointError(f"{path}: no such file")
+        raise CheckpointError(f"{path}: no such file; fetch the model again")
     if not path.is_file():
-        raise CheckpointError(f"{path} is not a regular file")
+        raise CheckpointError(f"{path} is not a regular file; put the file there")
     return path.stat().st_size
 
 
@@ -65,7 +67,7 @@ def read_text(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise CheckpointError(f"{path} cannot be read as text: {one_line(error)}") from error
+        raise CheckpointError(f"{path} cannot be read as text ({one_line(error)}); fetch it again") from error
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -86,7 +88,7 @@ def parse_json(text: str | bytes, source: Path) -> dict[str, Any]:
     try:
         value = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{source} is not valid JSON: {one_line(error)}") from error
+        raise CheckpointError(f"{source} is not valid JSON ({one_line(error)}); fetch it again") from error
     if not isinstance(value, dict):
         raise CheckpointError(f"{source} holds a JSON {type(value).__name__}, expected an object")
     return value

@@ -81,7 +81,9 @@ def gguf_config(file: GgufFile) -> ModelConfig:
 
 def _rows(file: GgufFile, name: str) -> int:
     if name not in file.tensors:
-        raise CheckpointError(f"{file.path}: tensor {name} is missing among {len(file.tensors)} tensors")
+        raise CheckpointError(
+            f"{file.path}: tensor {name} is missing among {len(file.tensors)} tensors; fetch the file again"
+        )
     rows = file.tensors[name].shape[0]
     if rows > MAX_VOCABULARY:
         raise CheckpointError(f"{file.path}: tensor {name} has {rows} rows, expected at most {MAX_VOCABULARY}")
@@ -106,7 +108,7 @@ def _rope(file: GgufFile, fields: Fields, head_dim: int) -> RopeConfig:
     if tensor.kind != "F32" or tensor.shape != (head_dim // 2,):
         raise CheckpointError(
             f"{file.path}: tensor {_ROPE_FACTORS} is {tensor.kind} of shape {tensor.shape}, expected F32 of shape "
-            f"({head_dim // 2},)"
+            f"({head_dim // 2},); convert the model again"
         )
     stored = file.ranges.read_array(tensor.offset, tensor.shape, np.dtype(np.float32), ())
     factor = float(stored.max())

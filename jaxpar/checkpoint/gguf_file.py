@@ -150,17 +150,21 @@ class _Cursor:
         return dtype
 
     def error(self, what: str) -> CheckpointError:
-        return CheckpointError(f"{self.file.path}: at byte {self.position} {what}; the file is truncated or corrupt")
+        return CheckpointError(
+            f"{self.file.path}: at byte {self.position} {what}; the file is truncated or corrupt, fetch it again"
+        )
 
 
 def _parse(cursor: _Cursor, gguf: ModuleType) -> tuple[dict[str, Any], dict[str, GgufTensor]]:
     path = cursor.file.path
     if cursor.file.size < 24 or (magic := cursor.take(4)) != _MAGIC:
         found = "an almost empty file" if cursor.file.size < 24 else repr(magic)
-        raise CheckpointError(f"{path} is not a GGUF file: it begins with {found}, expected {_MAGIC!r}")
+        raise CheckpointError(f"{path} is not a GGUF file: it begins with {found}, expected {_MAGIC!r}; fetch it again")
     version = cursor.integer("<I")
     if version not in _VERSIONS:
-        raise CheckpointError(f"{path}: GGUF version {version}, expected 2 or 3, little-endian")
+        raise CheckpointError(
+            f"{path}: GGUF version {version}, expected 2 or 3, little-endian; convert the model again"
+        )
     tensor_count, key_count = cursor.count(24), cursor.count(12)
 
     metadata: dict[str, Any] = {}
@@ -193,11 +197,12 @@ def _tensor(
     try:
         ggml_type = gguf.GGMLQuantizationType(kind)
     except ValueError as error:
-        raise CheckpointError(f"{file.path}: tensor {name} has the unknown ggml type {kind}") from error
+        raise CheckpointError(f"{file.path}: tensor {name} has the unknown ggml type {kind}; upgrade gguf") from error
     block_size, block_bytes = gguf.GGML_QUANT_SIZES[ggml_type]
     if shape[-1] % block_size:
         raise CheckpointError(
             f"{file.path}: tensor {name} of shape {shape} is not divisible into {ggml_type.name} blocks of {block_size}"
+            "; convert the model again"
         )
     tensor = GgufTensor(name, shape, ggml_type.name, block_size, block_bytes, offset)
     end = offset + math.prod(shape[:-1]) * tensor.row_bytes

@@ -66,7 +66,7 @@ class GgufReader:
         if tensor.shape[0] != heads * self._head_dim:
             raise CheckpointError(
                 f"{self._file.path}: tensor {tensor.name} has {tensor.shape[0]} rows, expected {heads} heads of "
-                f"{self._head_dim}"
+                f"{self._head_dim}; convert the model again"
             )
         # Rows are permuted within each head, so whole heads are read.
         (start, stop), *rest = bounds
@@ -80,7 +80,9 @@ class GgufReader:
 
     def _find(self, name: str) -> GgufTensor:
         if name not in self._tensors:
-            raise CheckpointError(f"{self._file.path}: tensor {name} is missing among {len(self._tensors)} tensors")
+            raise CheckpointError(
+                f"{self._file.path}: tensor {name} is missing among {len(self._tensors)} tensors; fetch the file again"
+            )
         return self._tensors[name]
 
     def _read(self, tensor: GgufTensor, bounds: list[tuple[int, int]]) -> np.ndarray:
@@ -115,6 +117,7 @@ class GgufReader:
         except NotImplementedError as error:
             raise CheckpointError(
                 f"{self._file.path}: tensor {tensor.name} is {tensor.kind}, which the gguf library does not dequantize"
+                "; use a file of another quantization"
             ) from error
 
 

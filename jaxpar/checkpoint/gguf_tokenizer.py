@@ -63,7 +63,10 @@ def gguf_tokenizer(file: GgufFile) -> Tokenizer | None:
         bpe = models.BPE(vocab=vocabulary, merges=pairs, ignore_merges=pre == "llama-bpe")
         core = tokenizers.Tokenizer(bpe)
     except Exception as error:  # the library raises nothing narrower
-        raise CheckpointError(f"{file.path}: tokenizer.ggml.merges do not fit the tokens: {one_line(error)}") from error
+        raise CheckpointError(
+            f"{file.path}: tokenizer.ggml.merges do not fit the tokens ({one_line(error)}); give token ids, or convert "
+            "the model again"
+        ) from error
     core.pre_tokenizer = _PRE_TOKENIZERS[pre]()
     core.decoder = decoders.ByteLevel()
     for special, kind in ((True, _CONTROL), (False, _USER_DEFINED)):

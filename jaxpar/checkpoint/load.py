@@ -52,7 +52,7 @@ def check_source(source: Source, reader: TensorReader) -> None:
         if info.shape != shape:
             raise CheckpointError(
                 f"{info.file}: tensor {tensor} has shape {list(info.shape)}, but config.json asks for {list(shape)}; "
-                f"the configuration and the weights are not of the same model"
+                f"the configuration and the weights are not of the same model, fetch both again"
             )
 
 

@@ -76,7 +76,10 @@ class SafetensorsReader:
     def _find(self, name: str) -> _Tensor:
         tensor = self._tensors.get(name)
         if tensor is None:
-            raise CheckpointError(f"{self._directory}: tensor {name} is missing among {len(self._tensors)} tensors")
+            raise CheckpointError(
+                f"{self._directory}: tensor {name} is missing among {len(self._tensors)} tensors; fetch the weights "
+                "and config.json again, of the same model"
+            )
         if tensor.dtype not in DTYPES:
             raise CheckpointError(
                 f"{tensor.file.path}: tensor {name} is {tensor.dtype}, expected one of {', '.join(DTYPES)}; "
@@ -89,13 +92,15 @@ class SafetensorsReader:
         if single.exists():
             return self._open_file(single)
         if not index.exists():
-            raise CheckpointError(f"{directory} has neither {SINGLE_FILE} nor {INDEX_FILE}")
+            raise CheckpointError(f"{directory} has neither {SINGLE_FILE} nor {INDEX_FILE}; fetch the weights")
         return self._open_shards(directory, index)
 
     def _open_shards(self, directory: Path, index: Path) -> dict[str, _Tensor]:
         weight_map = Fields(read_json(index), index).section("weight_map")
         if weight_map is None or not weight_map.values or not all(type(f) is str for f in weight_map.values.values()):
-            raise CheckpointError(f"{index}: weight_map is missing or empty, expected tensor names with file names")
+            raise CheckpointError(
+                f"{index}: weight_map is missing or empty, expected tensor names with file names; fetch it again"
+            )
         files: dict[str, dict[str, _Tensor]] = {}
         tensors = {}
         for name, file in weight_map.values.items():
@@ -107,7 +112,9 @@ class SafetensorsReader:
                     )
                 files[file] = self._open_file(path)
             if name not in files[file]:
-                raise CheckpointError(f"{directory / file} holds no tensor {name}, which {INDEX_FILE} says it does")
+                raise CheckpointError(
+                    f"{directory / file} holds no tensor {name}, which {INDEX_FILE} says it does; fetch both again"
+                )
             tensors[name] = files[file][name]
         return tensors
 
@@ -117,7 +124,8 @@ class SafetensorsReader:
         length = int.from_bytes(file.read_bytes(0, 8), "little")
         if length > min(MAX_HEADER_BYTES, file.size - 8):
             raise CheckpointError(
-                f"{path}: a header of {length} bytes in a file of {file.size}; it is truncated or no safetensors file"
+                f"{path}: a header of {length} bytes in a file of {file.size}; it is truncated or no safetensors file, "
+                "fetch it again"
             )
         header = parse_json(file.read_bytes(8, length), path)
         header.pop("__metadata__", None)
@@ -127,7 +135,7 @@ class SafetensorsReader:
 def _parse_entry(name: str, entry: Any, file: ByteRanges, data: int) -> _Tensor:
     """One tensor of a header whose data begin at byte `data`; its bytes are all in the file."""
     if type(entry) is not dict:
-        raise CheckpointError(f"{file.path}: the header's entry of tensor {name} is no object")
+        raise CheckpointError(f"{file.path}: the header's entry of tensor {name} is no object; fetch it again")
     fields = Fields(entry, file.path, f"{name}: ")
     shape, offsets = fields.items("shape", int), fields.items("data_offsets", int)
     dtype = fields.string("dtype", None)
@@ -145,6 +153,7 @@ def _parse_entry(name: str, entry: Any, file: ByteRanges, data: int) -> _Tensor:
     if dtype in DTYPES and end - begin != math.prod(shape) * DTYPES[dtype].itemsize:
         expected = math.prod(shape) * DTYPES[dtype].itemsize
         raise CheckpointError(
-            f"{file.path}: tensor {name} has {end - begin} bytes, expected {expected} for {dtype} of shape {shape}"
+            f"{file.path}: tensor {name} has {end - begin} bytes, expected {expected} for {dtype} of shape {shape}; "
+            "fetch it again"
         )
     return _Tensor(dtype, tuple(shape), data + begin, file)

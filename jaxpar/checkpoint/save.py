@@ -96,7 +96,7 @@ def staged(directory: Path) -> Iterator[Path]:
             if not existed and not any(directory.iterdir()):
                 directory.rmdir()
     except OSError as error:
-        raise CheckpointError(f"{directory} cannot be written: {one_line(error)}") from error
+        raise CheckpointError(f"{directory} cannot be written: {one_line(error)}; choose another directory") from error
 
 
 def write_tensors(path: Path, tensors: Mapping[str, np.ndarray], metadata: Mapping[str, str]) -> None:
@@ -111,7 +111,7 @@ def write_tensors(path: Path, tensors: Mapping[str, np.ndarray], metadata: Mappi
         part.write_bytes(save({name: np.ascontiguousarray(value) for name, value in tensors.items()}, dict(metadata)))
         os.replace(part, path)
     except OSError as error:
-        raise CheckpointError(f"{path} cannot be written: {one_line(error)}") from error
+        raise CheckpointError(f"{path} cannot be written: {one_line(error)}; choose another directory") from error
     finally:
         part.unlink(missing_ok=True)
 

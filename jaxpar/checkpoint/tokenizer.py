@@ -79,7 +79,7 @@ def read_tokenizer(directory: Path) -> Tokenizer | None:
     except CheckpointError:
         raise
     except Exception as error:  # the library raises nothing narrower
-        raise CheckpointError(f"{file} is not a tokenizer: {one_line(error)}") from error
+        raise CheckpointError(f"{file} is not a tokenizer ({one_line(error)}); fetch it again") from error
     return Tokenizer(core, _read_chat_template(directory), file)
 
 

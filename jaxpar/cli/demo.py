@@ -74,8 +74,7 @@ def demo(
         show(_text(*pair, has_text=tokenizer is not None))
 
     with progress("Running the same on one device") as status:
-        ready = (runner.programs, runner.weights), (single.programs, single.weights)
-        verification = compare(*ready, ids, _NEW_TOKENS, progress=status.say)
+        verification = compare(runner, single, ids, _NEW_TOKENS, progress=status.say)
     show(Text("\n2. The same on one device: every logit and token of every rank compared\n", "bold"))
     show(_condensed(verification, ids))
     show(f"\n{verdict(verification, runner)}")

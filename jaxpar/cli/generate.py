@@ -21,7 +21,6 @@ from jaxpar.cli.options import (
     PromptFile,
     Prompts,
     TokenIds,
-    plan_fields,
 )
 from jaxpar.cli.output import ERR, OUT, print_json, progress
 from jaxpar.cli.prompts import chat_prompts, read_prompts
@@ -39,9 +38,12 @@ def generate(
     temperature: Annotated[float, typer.Option(help="0 takes the likeliest token; above it, tokens are drawn.")] = 0.0,
     top_k: Annotated[int, typer.Option(help="Draw from this many of the likeliest tokens; 0: from all.")] = 0,
     top_p: Annotated[float, typer.Option(help="Draw from the likeliest tokens that reach this probability.")] = 1.0,
-    seed: Annotated[int, typer.Option(help="Of the draws; the same one draws the same tokens on any mesh.")] = 0,
+    seed: Annotated[int, typer.Option(help="Of the draws; equal prompts with the same seed get the same text.")] = 0,
     stop: Annotated[
-        list[str] | None, typer.Option(metavar="TEXT", help="End a text before this; repeat it for several.")
+        list[str] | None,
+        typer.Option(
+            metavar="TEXT", help="End a text before this; repeat it for several: the first that is complete counts."
+        ),
     ] = None,
     logprobs: Annotated[bool, typer.Option("--logprobs", help="Print each token with its log-probability.")] = False,
     dtype: Dtype = None,
@@ -68,14 +70,15 @@ def generate(
 
     sampling = SamplingParams(max_new_tokens, temperature, top_k, top_p, seed, tuple(stop or ()), ignore_eos)
     spec, preset = resolve_mesh(mesh)
-    prompts = read_prompts(prompt, prompt_file, token_ids)
+    prompts, places = read_prompts(prompt, prompt_file, token_ids)
     checkpoint = open_checkpoint(model_dir(model))
     checkpoint.require_reader()
     check_stop(checkpoint, sampling.stop)
-    ids = encode_prompts(checkpoint, chat_prompts(checkpoint, prompts) if chat else prompts, max_new_tokens)
+    wanted = chat_prompts(checkpoint, prompts, places) if chat else prompts
+    ids = encode_prompts(checkpoint, wanted, max_new_tokens, places)
 
     options = asdict(sampling)
-    plan = plan_fields(dtype=dtype, chunk=chunk, page_size=page_size, max_num_seqs=max_num_seqs)
+    plan = {"dtype": dtype, "chunk": chunk, "page_size": page_size, "max_num_seqs": max_num_seqs}
     # One text alone can appear as it comes: those of several prompts would be mixed up.
     streamed = sys.stdout.isatty() and len(ids) == 1 and not (json or logprobs) and checkpoint.tokenizer is not None
     with progress(f"Loading {model}") as status:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -25,8 +25,3 @@ TokenIds = Annotated[
     list[str] | None,
     typer.Option("--token-ids", metavar="IDS", help='A prompt as token ids, "1,2,3"; repeat it for several.'),
 ]
-
-
-def plan_fields(**fields: Any) -> dict[str, Any]:
-    """Those that were given: `load` knows the defaults of the others."""
-    return {name: value for name, value in fields.items() if value is not None}

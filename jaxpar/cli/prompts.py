@@ -14,19 +14,23 @@ if TYPE_CHECKING:
     from jaxpar.engine.prompts import Prompt
 
 
-def read_prompts(texts: Sequence[str] | None, file: Path | None, token_ids: Sequence[str] | None) -> list[Prompt]:
-    """Prompts of the command line: texts, then those of a file, then lists of token ids.
+def read_prompts(
+    texts: Sequence[str] | None, file: Path | None, token_ids: Sequence[str] | None
+) -> tuple[list[Prompt], list[str]]:
+    """Prompts of the command line: texts, then those of a file, then lists of token ids; and what to call each.
 
     Raises:
         RequestError: a file that cannot be read, or a line or a list in it that is no prompt.
     """
-    prompts: list[Prompt] = list(texts or ())
-    if file is not None:
-        prompts += _read_file(file)
-    return prompts + [_parse_ids(ids) for ids in token_ids or ()]
+    given: list[Prompt] = list(texts or ())
+    from_file = _read_file(file) if file is not None else []
+    prompts = [*given, *(prompt for _, prompt in from_file), *map(_parse_ids, token_ids or ())]
+    places = [f"prompt {index}" for index in range(len(prompts))]
+    places[len(given) : len(given) + len(from_file)] = [place for place, _ in from_file]
+    return prompts, places
 
 
-def chat_prompts(checkpoint: Checkpoint, prompts: Sequence[Prompt]) -> list[Prompt]:
+def chat_prompts(checkpoint: Checkpoint, prompts: Sequence[Prompt], places: Sequence[str]) -> list[Prompt]:
     """Each text as what a user says to the model's chat template, encoded: the template has its special tokens already.
 
     Raises:
@@ -36,10 +40,10 @@ def chat_prompts(checkpoint: Checkpoint, prompts: Sequence[Prompt]) -> list[Prom
 
     tokenizer = checkpoint.require_tokenizer()
     encoded: list[Prompt] = []
-    for index, prompt in enumerate(prompts):
+    for place, prompt in zip(places, prompts, strict=True):
         if not isinstance(prompt, str):
-            raise RequestError(f"prompt {index} is token ids, and --chat takes text: give it as --prompt")
-        check_text(index, prompt)
+            raise RequestError(f"{place} is token ids, and --chat takes text: give it as --prompt")
+        check_text(place, prompt)
         text = tokenizer.apply_chat_template([{"role": "user", "content": prompt}])
         encoded.append(tokenizer.encode(text, add_special_tokens=False))
     return encoded
@@ -55,17 +59,19 @@ def builtin_prompts(config: ModelConfig, count: int, new_tokens: int) -> list[Pr
     ]
 
 
-def _read_file(file: Path) -> list[Prompt]:
+def _read_file(file: Path) -> list[tuple[str, Prompt]]:
+    """Each prompt of a file after its place, `file:line`."""
     try:
         text = file.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else f"not UTF-8 at byte {error.start}"
-        raise RequestError(f"prompt file {file} cannot be read: {reason}") from error
+        raise RequestError(f"prompt file {file} cannot be read: {reason}; name a file of UTF-8 text") from error
     lines = text.removesuffix("\n").split("\n") if text else []
     if not lines:
         raise RequestError(f"prompt file {file} is empty: give one prompt a line")
     parse = _parse_json_line if file.suffix == ".jsonl" else _parse_line
-    return [parse(line.removesuffix("\r"), f"{file}:{number}") for number, line in enumerate(lines, start=1)]
+    places = [f"{file}:{number}" for number in range(1, len(lines) + 1)]
+    return [(place, parse(line.removesuffix("\r"), place)) for place, line in zip(places, lines, strict=True)]
 
 
 def _parse_line(line: str, place: str) -> Prompt:

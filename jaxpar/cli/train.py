@@ -24,7 +24,12 @@ def train(
     steps: Annotated[int, typer.Option(help="Steps of the optimizer.")] = 1600,
     batch: Annotated[int, typer.Option(help="Sequences of a step, over all replicas.")] = 8,
     length: Annotated[int, typer.Option(help="Tokens of a sequence.")] = 256,
-    context: Annotated[int, typer.Option(help="Tokens that the model may see; past --length by YaRN.")] = 1024,
+    context: Annotated[
+        int | None,
+        typer.Option(
+            help="Tokens that the model may see; past --length by YaRN; default: 1024, or --length if larger."
+        ),
+    ] = None,
     hidden: Annotated[int, typer.Option(help="Width of the residual stream.")] = 192,
     layers: Annotated[int, typer.Option(help="Decoder layers.")] = 6,
     heads: Annotated[int, typer.Option(help="Query heads.")] = 8,
@@ -40,10 +45,11 @@ def train(
     ] = None,
     json: Json = False,
 ) -> None:
-    """Train a small llama model and its tokenizer on a text file, over dp and tp.
+    """Train a small llama model and its tokenizer over dp and tp.
 
-    --out gets a Hugging Face directory (bfloat16), loss.json and, with matplotlib, loss.png. Run the same command again
-    after an interruption: it goes on from the last checkpoint, to the same losses.
+    --out gets a Hugging Face directory (bfloat16), loss.json and, with matplotlib, loss.png. Where --context is larger
+    than --length, YaRN stretches the model as it is saved; losses are those before, of --length tokens. Run the same
+    command again after an interruption: it goes on from the last checkpoint, to the same losses.
     """
     from jaxpar.devices import ensure_devices, make_mesh
     from jaxpar.plan import Plan
@@ -55,6 +61,7 @@ def train(
     from jaxpar.train.settings import TrainSettings
 
     settings = TrainSettings(steps, batch, length, lr, seed, checkpoint_every)
+    context = max(1024, length) if context is None else context
     config = _model_config(vocab, hidden, layers, heads, kv_heads, ffn, length, context)
     spec, _ = resolve_mesh(mesh)
     plan = Plan(mesh=spec)
@@ -83,6 +90,10 @@ def train(
         print_json(_document(report, out) | ({"profile": summary.to_json()} if summary else {}))
         return
     OUT.print(_table(report, out))
+    if context > length:
+        OUT.print(
+            f"YaRN stretches the saved model to {context} tokens; the losses are those before, of {length} tokens."
+        )
     if summary:
         OUT.print(render(summary))
 
@@ -102,7 +113,9 @@ def _model_config(
     if heads % kv_heads:
         raise RequestError(f"--heads {heads} --kv-heads {kv_heads}: the first must be a multiple of the second")
     if context < length:
-        raise RequestError(f"--context {context} --length {length}: the model would be trained past its context")
+        raise RequestError(
+            f"--context {context} --length {length}: a model is not trained past its context; use --context {length}"
+        )
     yarn = RopeConfig("yarn", factor=context / length, original_max_position_embeddings=length)
     return ModelConfig(
         model_type="llama",

@@ -21,7 +21,6 @@ from jaxpar.cli.options import (
     PromptFile,
     Prompts,
     TokenIds,
-    plan_fields,
 )
 from jaxpar.cli.output import OUT, print_json, progress, table
 from jaxpar.cli.prompts import builtin_prompts, read_prompts
@@ -71,20 +70,19 @@ def verify(
     if tolerance is not None and not 0 <= tolerance < math.inf:
         raise RequestError(f"tolerance={tolerance}: it must be 0 or above, and finite")
     spec, preset = resolve_mesh(mesh)
-    prompts = read_prompts(prompt, prompt_file, token_ids)
+    prompts, places = read_prompts(prompt, prompt_file, token_ids)
     checkpoint = open_checkpoint(model_dir(model))
     checkpoint.require_reader()
     # Each replica gets one at least: a rank without a prompt proves nothing.
     prompts = prompts or builtin_prompts(checkpoint.config, max(4, spec.dp * spec.ep), max_new_tokens)
-    ids = encode_prompts(checkpoint, prompts, max_new_tokens)
-    plan = plan_fields(dtype=dtype, chunk=chunk, page_size=page_size)
+    ids = encode_prompts(checkpoint, prompts, max_new_tokens, places)
+    plan = {"dtype": dtype, "chunk": chunk, "page_size": page_size}
 
     with progress(f"Loading {model}") as status:
         from jaxpar.verify import verify as compare
 
         runner, single = load_both(checkpoint, preset or spec, platform, plan)
-        ready = (runner.programs, runner.weights), (single.programs, single.weights)
-        verification = compare(*ready, ids, max_new_tokens, tolerance, status.say)
+        verification = compare(runner, single, ids, max_new_tokens, tolerance, status.say)
     if json:
         document = {"model": model, "mesh": spec.sizes, "dtype": runner.plan.dtype, "prompts": ids}
         print_json(document | verification_json(verification))
@@ -126,11 +124,13 @@ def verdict(verification: Verification, runner: Runner) -> str:
     tokens = sum(map(len, verification.tokens))
     ties = sum(result.ties for result in verification.results)
     idle = runner.plan.mesh.size - ranks
+    remedy = "" if verification.passed else "; verify's --tolerance sets another"
     return (
         f"{'PASSED' if verification.passed else 'FAILED'}: {runner.plan.mesh} against one device in "
         f"{runner.plan.dtype}, {tokens} tokens on {ranks} rank{'s' * (ranks > 1)}"
         + (f" ({idle} idle: fewer prompts than replicas)" if idle else "")
-        + f"; logits differ by at most {verification.max_difference:.2e} (tolerance {verification.tolerance:g}), "
+        + f"; logits differ by at most {verification.max_difference:.2e} "
+        f"(tolerance {verification.tolerance:g}{remedy}), "
         f"{sum(result.wrong_tokens for result in verification.results)} wrong tokens, {ties} ties, "
         f"smallest margin {verification.margin:.2e}"
     )

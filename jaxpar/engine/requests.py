@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import numbers
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, TypedDict
 
 from jaxpar.errors import RequestError
 
@@ -26,8 +27,10 @@ _KINDS: tuple[tuple[str, type, str], ...] = (
 class SamplingParams:
     """How tokens are chosen, in vLLM's words.
 
-    `temperature` 0 is greedy; `top_k` 0 and `top_p` 1 filter nothing; a request ends at the model's end token (unless
-    `ignore_eos`), when its text holds one of `stop`, or after `max_new_tokens`.
+    `temperature` 0 is greedy; `top_k` 0 and `top_p` 1 filter nothing; equal prompts with the same `seed` get the same
+    text. A request ends at the model's end token (unless `ignore_eos`), after `max_new_tokens`, or with the token that
+    completes one of `stop`: of "end" and "ending" the longer one is never seen. Where a token completes several, the
+    text ends before the one that begins first.
 
     Raises:
         RequestError: a value out of its range.
@@ -47,6 +50,8 @@ class SamplingParams:
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, kind):
                 raise RequestError(f"{name}={value!r}: it must be {wanted}")
+        if not isinstance(self.ignore_eos, bool):
+            raise RequestError(f"ignore_eos={self.ignore_eos!r}: it must be True or False")
         if self.max_new_tokens < 1:
             raise RequestError(f"max_new_tokens={self.max_new_tokens}: ask for at least 1 token")
         if self.temperature != 0 and not MIN_TEMPERATURE <= self.temperature <= MAX_TEMPERATURE:
@@ -65,6 +70,18 @@ class SamplingParams:
                 raise RequestError(f"stop: {stop!r} is not a text; give one text or a list of them")
             if not stop:
                 raise RequestError("stop: an empty text would stop at once; leave it out")
+
+
+class SamplingOptions(TypedDict, total=False):
+    """The fields of `SamplingParams` as keyword arguments; `stop` may be one text."""
+
+    max_new_tokens: int
+    temperature: float
+    top_k: int
+    top_p: float
+    seed: int
+    stop: str | Iterable[str]
+    ignore_eos: bool
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ class TextStream:
     """The text of one request. Without a tokenizer it stays empty."""
 
     def __init__(self, tokenizer: Tokenizer | None, stop: tuple[str, ...]) -> None:
-        """`stop` strings end the text where the first of them begins."""
+        """The text ends with the first token that completes one of `stop`, before whichever of those begins first."""
         self._decoder = None if tokenizer is None else tokenizer.stream()
         self._stop = stop
         # What may be the beginning of a stop string is held back until it is known not to be.

@@ -76,4 +76,4 @@ def _what(traced_calls: int, traced_bytes: int, calls: int, size: int) -> str:
 
 
 def _describe(calls: int, size: int) -> str:
-    return f"{calls} call{'s' * (calls != 1)} of {size} bytes" if calls else "nothing"
+    return f"{calls} call{'s' * (calls != 1)}, {size} bytes in all" if calls else "nothing"

@@ -39,7 +39,9 @@ class ArrayReader:
     def info(self, name: str) -> TensorInfo:
         """Shape and element type of a tensor."""
         if name not in self._tensors:
-            raise CheckpointError(f"{self._file}: tensor {name} is missing among {len(self._tensors)} tensors")
+            raise CheckpointError(
+                f"{self._file}: tensor {name} is missing among {len(self._tensors)} tensors; remove it to start anew"
+            )
         return TensorInfo(self._tensors[name].shape, self._tensors[name].dtype, self._file)
 
     def read(self, name: str, index: tuple[slice, ...]) -> np.ndarray:

@@ -26,7 +26,9 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> Tokenizer:
         RequestError: a vocabulary too small for all bytes, or larger than the texts have pairs to merge for.
     """
     if vocab_size < MIN_VOCAB_SIZE:
-        raise RequestError(f"vocabulary size {vocab_size}: all bytes and two special tokens need {MIN_VOCAB_SIZE}")
+        raise RequestError(
+            f"vocabulary size {vocab_size}: bytes and special tokens take some; ask for at least {MIN_VOCAB_SIZE}"
+        )
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
