@@ -56,12 +56,13 @@ def test_every_registered_strategy_is_listed() -> None:
     lines = run("strategies").out.splitlines()
     assert lines[0].split() == ["name", "sublayer", "axes", "collectives", "needs", "module"]
     assert [line.split()[:2] for line in lines[1:]] == [[s.name, s.sublayer] for s in STRATEGIES]
+    assert [line.split()[-1] for line in lines[1:]] == [s.module for s in STRATEGIES], "no column is cut"
     embedding = json.loads(run("strategies", "--json").out)[0]
     assert embedding == {
         "name": "vocab_parallel",
         "sublayer": "embedding",
         "axes": ["tp"],
-        "collectives": ["all_reduce"],
+        "collectives": ["all_reduce", "reduce_scatter"],
         "needs": "any vocabulary (rows padded)",
         "module": "jaxpar.vocabulary.embedding",
     }

@@ -151,5 +151,5 @@ def test_a_step_that_is_none_has_no_ledger(runner: jaxpar.Runner, step: dict[str
 
 def test_whole_numbers_of_numpy_count_a_step(runner: jaxpar.Runner) -> None:
     counted = runner.ledger("decode", batch=np.int64(3), seq=np.int32(20), sampled=True)
-    assert (counted.batch, counted.seq, counted.step.sampled) == (3, 20, True)
+    assert (counted.batch, counted.seq, counted.steps[0].step.sampled) == (3, 20, True)
     assert type(counted.batch) is type(counted.seq) is int

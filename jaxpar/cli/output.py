@@ -25,7 +25,7 @@ class _Console(Console):
 
 
 # Tables keep their columns in a pipe and in a narrow window: lines wrap there rather than lose figures.
-_WIDTH = max(120, Console().width)
+_WIDTH = max(200, Console().width)
 OUT = _Console(highlight=False, soft_wrap=True, width=_WIDTH)
 ERR = _Console(stderr=True, highlight=False, soft_wrap=True, width=None if sys.stderr.isatty() else _WIDTH)
 
