@@ -11,33 +11,48 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from jaxpar.errors import PlanError
+from jaxpar.layout import LAYOUTS
 from jaxpar.mesh import AXES, MeshSpec, parse_experts_over
 from jaxpar.values import shown, whole_number
 
 Phase = Literal["prefill", "decode"]
 PHASES: tuple[Phase, ...] = ("prefill", "decode")
+SublayerName = Literal["attention", "ffn", "vocabulary"]
 DTYPES = ("float32", "bfloat16", "float16")
+# Fields that are whole numbers, and the least that each may be.
+_NUMBERS = {
+    "cp_interleave": 1,
+    "ulysses_degree": 0,
+    "decode_overlap": 1,
+    "chunk": 1,
+    "page_size": 1,
+    "max_num_seqs": 1,
+}
 # Axes that a step program can split over so far; the others exist in specs, presets and `jaxpar mesh`.
-RUNNABLE_AXES = ("dp", "tp")
+RUNNABLE_AXES = ("dp", "cp", "tp")
 
 
 @dataclass(frozen=True)
 class Sublayer:
     """How one sublayer joins the residual stream: enter -> local -> leave.
 
-    Entering gathers the tokens over `gather`; leaving sums the partial results over `sum` and reduce-scatters them over
-    `scatter`. An empty tuple is no communication at all.
+    Entering gathers the tokens over `gather`; leaving reduce-scatters the partial results over `scatter` and then sums
+    them over `sum`. An empty tuple is no communication at all.
     """
 
     gather: tuple[str, ...]
-    sum: tuple[str, ...]
     scatter: tuple[str, ...]
+    sum: tuple[str, ...]
 
 
 @dataclass(frozen=True)
 class Plan:
     """One way to run a model on a mesh; the fields are the keyword arguments of `jaxpar.load`.
 
+    `layout` deals the tokens of a prefill chunk over cp, `cp_interleave` is the number of positions that follow one
+    another on a rank where they are striped. `ulysses_degree` is how much of cp `usp` gives to its all-to-all (0: as
+    much as KV heads allow). `decode_overlap` is the number of parts in which a decode step's requests go through
+    attention, so that one part's exchange may overlap with the next part's work (HOP-B of Helix, arXiv:2507.07120).
     `sequence_parallel` splits the residual stream over tp along its tokens (arXiv:2205.05198); `chunk` is the most
     tokens of one prompt that a prefill step takes; `page_size` the tokens of a KV cache page; `max_num_seqs` the most
     requests that a replica runs at once; `dtype` that of weights, activations and cache.
@@ -45,8 +60,12 @@ class Plan:
 
     mesh: MeshSpec = field(default_factory=MeshSpec)
     experts_over: tuple[str, ...] = ("ep",)
-    prefill_attention: str = "local"
-    decode_attention: str = "local"
+    layout: str = "striped"
+    cp_interleave: int = 1
+    prefill_attention: str = "auto"
+    ulysses_degree: int = 0
+    decode_attention: str = "auto"
+    decode_overlap: int = 1
     all_reduce: str = "psum"
     sequence_parallel: bool = False
     chunk: int = 512
@@ -58,12 +77,14 @@ class Plan:
         """Refuse what no plan can have; numbers become ints, and axes a tuple in the mesh's order."""
         if not isinstance(self.mesh, MeshSpec):
             raise PlanError(f"mesh={shown(self.mesh)}: give a MeshSpec, such as MeshSpec(dp=2, tp=4)")
-        for name in ("chunk", "page_size", "max_num_seqs"):
+        for name, least in _NUMBERS.items():
             given = getattr(self, name)
             value = whole_number(given)
-            if value is None or value < 1:
-                raise PlanError(f"{name}={shown(given)}: it must be a whole number of at least 1")
+            if value is None or value < least:
+                raise PlanError(f"{name}={shown(given)}: it must be a whole number of at least {least}")
             object.__setattr__(self, name, value)
+        if not isinstance(self.layout, str) or self.layout not in LAYOUTS:
+            raise PlanError(f"layout={shown(self.layout)} is not a layout: use one of {', '.join(LAYOUTS)}")
         for name in ("prefill_attention", "decode_attention", "all_reduce"):
             if not isinstance(getattr(self, name), str):
                 default = getattr(Plan, name)
@@ -87,6 +108,11 @@ class Plan:
     def width(self) -> tuple[str, ...]:
         """The axes over which heads, the dense width and the vocabulary are split."""
         return self.active(("tp",))
+
+    @property
+    def sequence(self) -> tuple[str, ...]:
+        """The axes over which the positions of a request are split."""
+        return self.active(("cp",))
 
     @property
     def stages(self) -> tuple[str, ...]:
@@ -122,17 +148,26 @@ class Plan:
             "sampling": "vocab_parallel",
         }
 
-    def sublayer(self, phase: Phase) -> Sublayer:
-        """How a sublayer whose width is split over `width` joins the residual stream in `phase`.
+    def width_of(self, sublayer: SublayerName, phase: Phase) -> tuple[str, ...]:
+        """The axes over which a sublayer's width is split: heads where they leave attention, the FFN, the vocabulary.
 
-        Its parts are sums over tp; where the residual stream is split over tp as well, each rank keeps a slice of the
-        tokens of the sum.
+        In decode every rank of cp has the same tokens. Attention over cp leaves each with a slice of the heads;
+        under `helix` (arXiv:2507.07120) the FFN is split over cp as well.
         """
-        residual, tokens = self.residual[phase], self.tokens(phase)
+        also_over_cp = sublayer == "attention" or (sublayer == "ffn" and self.decode_attention == "helix")
+        return (*self.sequence, *self.width) if phase == "decode" and also_over_cp else self.width
+
+    def sublayer(self, name: SublayerName, phase: Phase) -> Sublayer:
+        """How a sublayer joins the residual stream in `phase`.
+
+        Its parts are sums over the axes of its width; of those over which the residual stream is split as well each
+        rank keeps a slice of the tokens.
+        """
+        residual, tokens, width = self.residual[phase], self.tokens(phase), self.width_of(name, phase)
         return Sublayer(
             gather=tuple(axis for axis in residual if axis not in tokens),
-            sum=tuple(axis for axis in self.width if axis not in residual),
-            scatter=tuple(axis for axis in self.width if axis in residual),
+            scatter=tuple(axis for axis in width if axis in residual),
+            sum=tuple(axis for axis in width if axis not in residual),
         )
 
     def check_runnable(self) -> None:

@@ -17,14 +17,16 @@ from flax import nnx
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from jaxpar.attention.bind import bound
 from jaxpar.attention.cache import Cache, PagedStore, Plane, cache_shapes, cache_specs
 from jaxpar.checkpoint.config import ModelConfig
+from jaxpar.collectives import rank_index
 from jaxpar.nn.context import StepContext
 from jaxpar.nn.decoder import Decoder
 from jaxpar.nn.rope import angles
 from jaxpar.nn.weights import Weight
-from jaxpar.plan import PHASES, Phase, Plan
-from jaxpar.registry import named
+from jaxpar.plan import Phase, Plan
+from jaxpar.registry import chosen
 from jaxpar.strategies import Step
 from jaxpar.vocabulary.head import all_tokens, last_tokens
 from jaxpar.vocabulary.sampling import SamplingArrays
@@ -35,8 +37,9 @@ Weights = dict[str, jax.Array]
 class StepBatch(NamedTuple):
     """What a step works on; B lanes of all replicas, T new tokens a lane.
 
-    `tokens`, `positions` [B, T] (position -1: padding, always at the end); `start` [B] tokens stored so far;
-    `table` [B, W] page ids, -1 for none; `last` [B] which of the T tokens the next one follows; `options` [B] each.
+    `tokens`, `positions` [B, T] (position -1: padding, at the end of what a rank has); in prefill a rank of cp has T/cp
+    of them side by side. `start` [B, cp] tokens that each rank has stored so far; `table` [B, W] page ids, -1 for none;
+    `last` [B] which of the T tokens the next one follows; `options` [B] each.
     """
 
     tokens: Any
@@ -44,11 +47,11 @@ class StepBatch(NamedTuple):
     start: Any
     table: Any
     last: Any
-    options: SamplingArrays
+    options: Any
 
 
 class StepOutput(NamedTuple):
-    """`token` and `logprob` [B], the same on every rank of a replica; or `logits` [B, T, V padded], over tp."""
+    """`token` and `logprob` [B], the same on every rank of a replica; or `logits` [B, T, V padded], T as in the batch."""
 
     token: Any
     logprob: Any
@@ -76,7 +79,6 @@ class Programs:
             name: variable for name, (_, variable) in zip(self._paths, nnx.to_flat_state(state), strict=True)
         }
         self.planes = self.model.planes
-        self._strategies = {phase: named(plan, phase) for phase in PHASES}
         # One jitted function for each kind of step; it compiles once for each shape that it meets.
         self.step = lru_cache(maxsize=None)(self._compiled_on_use)
 
@@ -100,11 +102,10 @@ class Programs:
     def batch_specs(self, phase: Phase) -> StepBatch:
         """PartitionSpecs of a batch: requests over (dp, ep), a prompt's tokens over cp in prefill."""
         lanes = P(self.plan.requests or None)
-        sequence = self.plan.active(("cp",)) if phase == "prefill" else ()
-        tokens = P(self.plan.requests or None, sequence or None)
-        return StepBatch(
-            tokens, tokens, lanes, P(self.plan.requests or None, None), lanes, SamplingArrays(*[lanes] * 5)
-        )
+        over_cp = P(self.plan.requests or None, self.plan.sequence or None)
+        whole = P(self.plan.requests or None, None)
+        tokens = over_cp if phase == "prefill" else whole
+        return StepBatch(tokens, tokens, over_cp, whole, lanes, SamplingArrays(*[lanes] * 5))
 
     def cache_specs(self) -> Cache:
         """PartitionSpecs of the cache."""
@@ -127,14 +128,15 @@ class Programs:
         def array(shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
             return jax.ShapeDtypeStruct(shape, dtype)
 
-        tokens = array((lanes, step.tokens), jnp.int32)
+        ranks = self.plan.mesh.cp
+        tokens = array((lanes, step.tokens * (ranks if step.phase == "prefill" else 1)), jnp.int32)
         lane = array((lanes,), jnp.int32)
         real = array((lanes,), jnp.float32)
         options = SamplingArrays(real, lane, real, array((lanes,), jnp.uint32), lane)
         table = array((lanes, -(-step.keys // self.plan.page_size)), jnp.int32)
         weights = {name: weight.abstract for name, weight in self.weights.items()}
         cache = cache_shapes(self.planes, pages, self.plan)
-        return weights, cache, StepBatch(tokens, tokens, lane, table, lane, options)
+        return weights, cache, StepBatch(tokens, tokens, array((lanes, ranks), jnp.int32), table, lane, options)
 
     def spmd(self, phase: Phase, logits: bool = False, sampled: bool = False) -> StepFunction:
         """The step as one SPMD program, not yet compiled.
@@ -149,7 +151,7 @@ class Programs:
         def local(weights: Weights, cache: Cache, batch: StepBatch) -> tuple[Cache, StepOutput]:
             return self._local_step(weights, cache, batch, phase, logits, sampled)
 
-        return jax.shard_map(local, mesh=self.mesh, in_specs=specs, out_specs=self._out_specs(logits))
+        return jax.shard_map(local, mesh=self.mesh, in_specs=specs, out_specs=self._out_specs(phase, logits))
 
     def _compiled_on_use(self, phase: Phase, logits: bool = False, sampled: bool = False) -> Any:
         program = self.spmd(phase, logits, sampled)
@@ -157,14 +159,15 @@ class Programs:
         return jax.jit(
             program,
             in_shardings=self.sharded(specs),
-            out_shardings=self.sharded(self._out_specs(logits)),
+            out_shardings=self.sharded(self._out_specs(phase, logits)),
             donate_argnums=1,
         )
 
-    def _out_specs(self, logits: bool) -> tuple[Cache, StepOutput]:
+    def _out_specs(self, phase: Phase, logits: bool) -> tuple[Cache, StepOutput]:
         lanes = P(self.plan.requests or None)
         if logits:
-            all_logits = P(self.plan.requests or None, None, self.plan.width or None)
+            tokens = self.batch_specs(phase).tokens
+            all_logits = P(*tokens, self.plan.width or None)
             return self.cache_specs(), StepOutput(None, None, all_logits)
         return self.cache_specs(), StepOutput(lanes, lanes, None)
 
@@ -173,14 +176,23 @@ class Programs:
     ) -> tuple[Cache, StepOutput]:
         """One step in the local view: shapes as StepBatch, B the lanes of this replica."""
         plan, config = self.plan, self.config
-        run = {sublayer: strategy.run for sublayer, strategy in self._strategies[phase].items()}
-        sublayer = plan.sublayer(phase)
-        model = self.bind(weights)
         lanes, tokens = batch.positions.shape
-        store = PagedStore(cache.positions, batch.table, batch.start, batch.positions)
+        keys = batch.table.shape[1] * plan.page_size
+        strategies = chosen(Step(config, plan, phase, lanes, tokens, keys, logits, sampled))
+        run = {sublayer: strategy.run for sublayer, strategy in strategies.items()}
+        sublayer = plan.sublayer("vocabulary", phase)
+        model = self.bind(weights)
+        stored = batch.positions
+        if phase == "decode" and plan.sequence:
+            # Every rank of cp has the new tokens, and the one that the position names stores them.
+            owner = stored // plan.cp_interleave % plan.mesh.cp
+            stored = jnp.where(owner == rank_index(plan.sequence), stored, -1)
+        store = PagedStore(cache.positions, batch.table, batch.start[:, 0], stored)
         cos, sin = angles(batch.positions.reshape(-1), config.rope, config.head_dim)
-        attention, all_reduce = run[f"{phase}_attention"], run["all_reduce"]
-        step = StepContext(plan, phase, batch.positions, cos, sin, store, attention, all_reduce)
+        chosen_attention = strategies[f"{phase}_attention"]
+        attention = bound(chosen_attention, batch.positions, store.key_positions, plan, phase)
+        queries = plan.active(chosen_attention.queries)
+        step = StepContext(plan, phase, batch.positions, cos, sin, store, attention, queries, run["all_reduce"])
         x = run["embedding"](batch.tokens.reshape(-1), model.embedding[...], sublayer)
         x, planes = model(x, cache.planes, step)
         cache = Cache(planes, store.positions_plane)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from jaxpar.attention import local
+from jaxpar.attention.decode import a2a, ag_rs, helix, q_replicated
+from jaxpar.attention.prefill import all_gather, auto, ring, ring_q, ulysses, usp
 from jaxpar.collectives import psum
 from jaxpar.errors import PlanError
-from jaxpar.plan import Phase, Plan
 from jaxpar.strategies import Step, Strategy
 from jaxpar.train import gradients, loss
 from jaxpar.vocabulary import embedding, head, sampling
@@ -15,7 +16,16 @@ from jaxpar.vocabulary import embedding, head, sampling
 STRATEGIES: tuple[Strategy, ...] = (
     embedding.STRATEGY,
     local.PREFILL,
+    ring.STRATEGY,
+    ring_q.STRATEGY,
+    all_gather.STRATEGY,
+    ulysses.STRATEGY,
+    usp.STRATEGY,
     local.DECODE,
+    ag_rs.STRATEGY,
+    a2a.STRATEGY,
+    q_replicated.STRATEGY,
+    helix.STRATEGY,
     psum.STRATEGY,
     head.STRATEGY,
     sampling.STRATEGY,
@@ -23,24 +33,36 @@ STRATEGIES: tuple[Strategy, ...] = (
     gradients.STRATEGY,
 )
 
+AUTO: dict[str, Callable[[Step], str]] = {
+    "prefill_attention": auto.resolve,
+    "decode_attention": lambda step: q_replicated.STRATEGY.name,
+}
+"""For each sublayer that `auto` may choose for: which strategy runs a step."""
+
 
 def find(sublayer: str, name: str) -> Strategy:
     """The strategy called `name` for `sublayer`; PlanError names those that exist."""
     names = {strategy.name: strategy for strategy in STRATEGIES if strategy.sublayer == sublayer}
     if name not in names:
-        raise PlanError(f"{sublayer}={name!r} is not a strategy: use {', '.join(sorted(names))}")
+        known = sorted([*names, *(["auto"] if sublayer in AUTO else [])])
+        raise PlanError(f"{sublayer}={name!r} is not a strategy: use {', '.join(known)}")
     return names[name]
 
 
-def named(plan: Plan, phase: Phase) -> dict[str, Strategy]:
-    """The strategy of each sublayer that `plan` names for a phase, in the order of the forward pass."""
-    return {sublayer: find(sublayer, name) for sublayer, name in plan.strategies(phase).items()}
+def chosen(step: Step) -> dict[str, Strategy]:
+    """The strategy that runs each sublayer of a step, in the order of the forward pass.
 
-
-def chosen(step: Step) -> tuple[Strategy, ...]:
-    """The strategies that a step runs, in the order of the forward pass; PlanError where one refuses its shapes."""
-    picked = tuple(named(step.plan, step.phase).values())
-    check(picked, step)
+    Without cp every attention is `local`. PlanError where a strategy refuses the step's shapes.
+    """
+    picked = {}
+    for sublayer, name in step.plan.strategies(step.phase).items():
+        if not (name == "auto" and sublayer in AUTO):
+            picked[sublayer] = find(sublayer, name)
+        if sublayer in AUTO and step.plan.mesh.cp == 1:
+            picked[sublayer] = find(sublayer, "local")
+        elif name == "auto" and sublayer in AUTO:
+            picked[sublayer] = find(sublayer, AUTO[sublayer](step))
+    check(picked.values(), step)
     return picked
 
 

@@ -111,10 +111,11 @@ class Runner:
         for group in groups_of(len(prompts), self.plan):
             mine = prompts[group.start : group.stop]
             session = Session(self.programs, self.weights, mine, [len(prompt) for prompt in mine], SamplingParams())
-            lanes = [session.lane(i) for i in range(len(mine))]
             for chunk in session.prefill(logits=True):
-                part = out[group.start : group.stop, chunk.offset : chunk.offset + chunk.tokens]
-                part[:] = np.asarray(chunk.output.logits)[lanes, : part.shape[1], : part.shape[2]]
+                logits = np.asarray(chunk.output.logits)
+                for i, columns in enumerate(chunk.columns):
+                    row = out[group[i], chunk.offset : chunk.offset + len(columns)]
+                    row[:] = logits[session.lane(i), columns, : row.shape[1]]
         return out
 
     def stream(self, prompts: Iterable[Prompt] | str, **sampling: Unpack[SamplingOptions]) -> Iterator[Token]:

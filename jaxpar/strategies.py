@@ -19,9 +19,9 @@ from jaxpar.plan import Phase, Plan
 class Step:
     """One step of one phase, as its closed forms see it: what each rank works on.
 
-    `lanes` requests of a replica, `tokens` new tokens of each, `keys` cached positions that each may see (its page
-    table's width). `logits` says whether logits of every token come out (`Runner.logits`), `sampled` whether tokens
-    are drawn by temperature, top-k and top-p instead of the greedy choice.
+    `lanes` requests of a replica, `tokens` new tokens of each on a rank, `keys` positions of each that the rank has
+    cached, at most (its page table's width). `logits` says whether logits of every token come out (`Runner.logits`),
+    `sampled` whether tokens are drawn by temperature, top-k and top-p instead of the greedy choice.
     """
 
     config: ModelConfig
@@ -50,12 +50,22 @@ class Step:
 
     @cached_property
     def heads(self) -> HeadLayout:
-        """How heads are dealt over tp."""
-        return split_heads(self.config.num_attention_heads, self.config.num_key_value_heads, self.plan.mesh.tp)
+        """How heads are dealt over tp, and over cp in decode."""
+        mesh = self.plan.mesh
+        return split_heads(self.config.num_attention_heads, self.config.num_key_value_heads, mesh.tp, mesh.cp)
+
+    @property
+    def key_bytes(self) -> int:
+        """Bytes of the keys of a layer, or of its values, that a rank's page tables list."""
+        return self.lanes * self.keys * self.heads.kv_local * self.config.head_dim * self.itemsize
 
     def ranks(self, axes: tuple[str, ...]) -> int:
         """The size of the group that `axes` span."""
         return int(np.prod([self.plan.mesh.sizes[axis] for axis in axes], dtype=np.int64))
+
+
+def _none(step: Step) -> int:
+    return 0
 
 
 @dataclass(frozen=True)
@@ -64,6 +74,10 @@ class Strategy:
 
     `run` is the function in the local view, `traffic` the closed form of what each rank sends in a step, `check` what
     is wrong with a step's shapes (None: nothing), and `needs` the same in words, for `jaxpar strategies`.
+
+    Attention has more: `flops`, the closed form of its own products in a step; `prepare`, run once for all layers,
+    whose result every layer's `run` gets; and `queries`, the axes over which a rank projects only a slice of its
+    query heads.
     """
 
     name: str
@@ -74,6 +88,9 @@ class Strategy:
     run: Callable[..., Any]
     traffic: Callable[[Step], list[Traffic]]
     check: Callable[[Step], str | None]
+    flops: Callable[[Step], int] = _none
+    prepare: Callable[..., Any] | None = None
+    queries: tuple[str, ...] = ()
 
     @property
     def module(self) -> str:

@@ -16,6 +16,7 @@ import numpy as np
 
 from jaxpar.engine.requests import SamplingParams
 from jaxpar.engine.session import Session
+from jaxpar.engine.sizes import groups_of
 from jaxpar.runner import Runner
 
 TOLERANCE = {"float32": 1e-4, "bfloat16": 0.25, "float16": 0.03}
@@ -87,40 +88,45 @@ def verify(
         key = prompt, rank_of[device]
         return rows.setdefault(key, RankResult(*key))
 
-    progress("greedy tokens on one device")
-    tokens = [next(iter(on_rank.values())) for on_rank in _greedy(single, prompts, params)]
-
-    progress("logits of prefill and decode, step by step")
+    # As many at once as one replica may run: both run the same steps.
+    groups = [[prompts[i] for i in group] for group in groups_of(len(prompts), single.plan)]
+    tokens: list[list[int]] = []
     margins: list[list[float]] = [[] for _ in prompts]
-    both = (_steps(runner, prompts, tokens, params) for runner in (mesh, single))
-    for ours, theirs in zip(*both, strict=True):
-        reference = np.asarray(theirs.logits)
-        for i, count in ours.tokens.items():
-            expected = reference[theirs.session.lane(i), :count, : mesh.config.vocab_size]
-            largest = max(largest, float(np.abs(expected).max()))
-            if i in ours.generates:
-                best = np.partition(expected[-1], -2)[-2:]
-                margins[i].append(float(best[1] - best[0]))
-            for device, found, first in _on_every_rank(ours.logits, ours.session.lane(i), count):
-                part = expected[:, first : first + found.shape[1]]
-                difference = np.abs(found[:, : part.shape[1]] - part)
-                result = row(i, device)
-                # np.maximum keeps a NaN, where max() may not.
-                result.max_difference = float(np.maximum(result.max_difference, difference.max(initial=0.0)))
-                result.compared += difference.size
+    for group in groups:
+        first = len(tokens)
+        progress("greedy tokens on one device")
+        tokens += [next(iter(on_rank.values())) for on_rank in _greedy(single, group, params)]
+
+        progress("logits of prefill and decode, step by step")
+        both = (_steps(runner, group, tokens[first:], params) for runner in (mesh, single))
+        for ours, theirs in zip(*both, strict=True):
+            reference = np.asarray(theirs.logits)
+            for i, columns in ours.columns.items():
+                expected = reference[theirs.session.lane(i), theirs.columns[i], : mesh.config.vocab_size]
+                largest = max(largest, float(np.abs(expected).max()))
+                if i in ours.generates:
+                    best = np.partition(expected[-1], -2)[-2:]
+                    margins[first + i].append(float(best[1] - best[0]))
+                for device, at, found, start in _on_every_rank(ours.logits, ours.session.lane(i), columns):
+                    part = expected[at, start : start + found.shape[1]]
+                    difference = np.abs(found[:, : part.shape[1]] - part)
+                    result = row(first + i, device)
+                    # np.maximum keeps a NaN, where max() may not.
+                    result.max_difference = float(np.maximum(result.max_difference, difference.max(initial=0.0)))
+                    result.compared += difference.size
     if tolerance is None:
         tolerance = max(TOLERANCE[dtype], RELATIVE_TOLERANCE[dtype] * largest)
     verification = Verification(tolerance, tokens, margin=min(min(gaps) for gaps in margins))
 
     progress("greedy tokens on every rank of the mesh")
-    for i, on_rank in enumerate(_greedy(mesh, prompts, params)):
+    for i, on_rank in enumerate(found for group in groups for found in _greedy(mesh, group, params)):
         for device, ours_only in on_rank.items():
-            pairs = zip(ours_only, tokens[i], strict=True)
+            pairs = enumerate(zip(ours_only, tokens[i], strict=True))
             # After the first difference the texts differ, and so do all tokens that follow.
-            at = next((at for at, (mine, other) in enumerate(pairs) if mine != other), None)
-            if at is not None and margins[i][at] <= tolerance:
+            wrong = next((place for place, (mine, other) in pairs if mine != other), None)
+            if wrong is not None and margins[i][wrong] <= tolerance:
                 row(i, device).ties += 1
-            elif at is not None:
+            elif wrong is not None:
                 row(i, device).wrong_tokens += 1
     verification.results = [rows[key] for key in sorted(rows)]
     return verification
@@ -128,11 +134,11 @@ def verify(
 
 @dataclass
 class _Step:
-    """Logits [lanes, T, V] of one step; the tokens of each prompt in it, and the prompts that generate."""
+    """Logits [lanes, T, V] of one step; where each prompt's tokens stand in its lane; the prompts that generate."""
 
     session: Session
     logits: jax.Array
-    tokens: dict[int, int]
+    columns: dict[int, np.ndarray]
     generates: list[int]
 
 
@@ -142,14 +148,13 @@ def _steps(
     """Run `tokens` after `prompts` through prefill and decode, logits of every position coming out."""
     session, everyone = _session(runner, prompts, params), list(range(len(prompts)))
     for chunk in session.prefill(logits=True):
-        counts = {i: min(len(prompt) - chunk.offset, chunk.tokens) for i, prompt in enumerate(prompts)}
-        here = {i: count for i, count in counts.items() if count > 0}
+        here = {i: columns for i, columns in enumerate(chunk.columns) if len(columns)}
         assert chunk.output.logits is not None
         yield _Step(session, chunk.output.logits, here, chunk.ended)
     for at in range(params.max_new_tokens - 1):
         output = session.decode({i: row[at] for i, row in enumerate(tokens)}, logits=True)
         assert output.logits is not None
-        yield _Step(session, output.logits, dict.fromkeys(everyone, 1), everyone)
+        yield _Step(session, output.logits, dict.fromkeys(everyone, np.zeros(1, np.int64)), everyone)
 
 
 def _greedy(
@@ -184,9 +189,12 @@ def _session(runner: Runner, prompts: Sequence[Sequence[int]], params: SamplingP
     return Session(runner.programs, runner.weights, prompts, capacity, params)
 
 
-def _on_every_rank(logits: jax.Array, lane: int, count: int) -> Iterator[tuple[jax.Device, np.ndarray, int]]:
-    """Each device's own copy of a lane's logits: (device, [count, ids it holds], the first of those ids)."""
+def _on_every_rank(
+    logits: jax.Array, lane: int, columns: np.ndarray
+) -> Iterator[tuple[jax.Device, np.ndarray, np.ndarray, int]]:
+    """Each device's own copy of a lane's logits: (device, which of the tokens, [those, ids it holds], first id)."""
     for shard in logits.addressable_shards:
-        lanes, _, ids = (range(*s.indices(n)) for s, n in zip(shard.index, logits.shape, strict=True))
-        if lane in lanes:
-            yield shard.device, np.asarray(shard.data)[lanes.index(lane), :count], ids.start
+        lanes, tokens, ids = (range(*s.indices(n)) for s, n in zip(shard.index, logits.shape, strict=True))
+        at = np.flatnonzero((columns >= tokens.start) & (columns < tokens.stop))
+        if lane in lanes and len(at):
+            yield shard.device, at, np.asarray(shard.data)[lanes.index(lane), columns[at] - tokens.start], ids.start

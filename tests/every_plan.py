@@ -15,7 +15,7 @@ DEFAULT: Mapping[str, Any] = MappingProxyType({})
 
 
 def every_choice() -> list[Mapping[str, Any]]:
-    """Keyword arguments of plans: the default one, and one for every other strategy and for sequence parallelism."""
+    """Keyword arguments of plans: the default one, one for every strategy, and one for sequence parallelism."""
     named = [
         {strategy.sublayer: strategy.name}
         for strategy in STRATEGIES

@@ -77,7 +77,7 @@ def traced(step: Step) -> list[Traffic]:
 
 
 def predicted(step: Step) -> list[Traffic]:
-    return merge(row for strategy in chosen(step) for row in strategy.traffic(step))
+    return merge(row for strategy in chosen(step).values() for row in strategy.traffic(step))
 
 
 @pytest.mark.parametrize(("mesh", "choice", "phase", "kind"), PROGRAMS)

@@ -7,22 +7,16 @@ from __future__ import annotations
 
 import jax
 
-from jaxpar.attention.partial import attend
+from jaxpar.attention.inputs import Inputs, by_token
+from jaxpar.attention.partial import attend_flops
 from jaxpar.ledger.traffic import Traffic
+from jaxpar.plan import Plan
 from jaxpar.strategies import Step, Strategy
 
 
-def run(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    q_positions: jax.Array,
-    k_positions: jax.Array,
-    window: int | None,
-    scale: float,
-) -> jax.Array:
-    """Attention over the rank's own bag of keys; shapes as `partial.attend` -> [K, B, T, G, d] float32."""
-    return attend(q, k, v, q_positions, k_positions, window, scale).out
+def run(x: Inputs, plan: Plan, shared: None) -> jax.Array:
+    """Attention over the rank's own bag of keys -> [B, T, H, d] float32."""
+    return by_token(x.attend().out)
 
 
 def traffic(step: Step) -> list[Traffic]:
@@ -33,9 +27,16 @@ def traffic(step: Step) -> list[Traffic]:
 def check(step: Step) -> str | None:
     """Keys must not be split over cp."""
     if step.plan.mesh.cp > 1:
-        return f"attention 'local' sees the keys of its own rank only, and cp={step.plan.mesh.cp} splits them"
+        return f"attention 'local' sees the keys of its own rank only, and cp={step.plan.mesh.cp} splits them: use auto"
     return None
 
 
-PREFILL = Strategy("local", "prefill_attention", (), (), "cp = 1", run, traffic, check)
-DECODE = Strategy("local", "decode_attention", (), (), "cp = 1", run, traffic, check)
+def flops(step: Step) -> int:
+    """Every tile of the page table."""
+    return step.config.num_hidden_layers * attend_flops(
+        step.lanes, step.heads.q_local, step.tokens, step.keys, step.config.head_dim
+    )
+
+
+PREFILL = Strategy("local", "prefill_attention", (), (), "cp = 1", run, traffic, check, flops)
+DECODE = Strategy("local", "decode_attention", (), (), "cp = 1", run, traffic, check, flops)

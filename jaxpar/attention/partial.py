@@ -52,6 +52,30 @@ def merge(a: Partial, b: Partial) -> Partial:
     return Partial(parts[0] + parts[1], jnp.where(total == 0, -jnp.inf, top + jnp.log(safe)))
 
 
+def merge_all(parts: Partial) -> Partial:
+    """Attention over the union of N disjoint sets of keys: Partials of [N, ..., d] -> Partial of [..., d]."""
+    top = parts.lse.max(axis=0)
+    top = jnp.where(jnp.isneginf(top), 0.0, top)
+    weights = jnp.exp(parts.lse - top[None])
+    total = weights.sum(axis=0)
+    safe = jnp.where(total == 0, 1.0, total)
+    weighted = jnp.where(weights[..., None] == 0, 0.0, parts.out * (weights / safe[None])[..., None])
+    return Partial(weighted.sum(axis=0), jnp.where(total == 0, -jnp.inf, top + jnp.log(safe)))
+
+
+def no_keys(q: jax.Array, *keys: jax.Array) -> Partial:
+    """The partial result of `q` [..., d] over no key, typed to merge with those over `keys`."""
+    fresh = jnp.zeros(q.shape), jnp.full(q.shape[:-1], -jnp.inf)
+    return Partial(*(match_varying(x, q, *keys) for x in fresh))
+
+
+def attend_flops(lanes: int, heads: int, queries: int, keys: int, size: int) -> int:
+    """FLOPs of `attend` for `queries` and `keys` of each lane and `heads` query heads, every tile counted."""
+    q_tile, k_tile = tile_sizes(queries, keys)
+    tiles = -(-queries // q_tile) * -(-keys // k_tile)
+    return 4 * lanes * heads * tiles * q_tile * k_tile * size
+
+
 def visible(q_positions: jax.Array, k_positions: jax.Array, window: int | None) -> jax.Array:
     """Which keys [B, S] a query [B, T] sees -> [B, T, S]: real ones, not later than it, within the window."""
     query, key = q_positions[:, :, None], k_positions[:, None, :]
@@ -104,16 +128,13 @@ def attend(
     Returns:
         Partial of [K, B, T, G, d].
     """
-    heads, lanes, queries, group, size = q.shape
-    keys = k.shape[2]
+    queries, keys = q.shape[2], k.shape[2]
     q_tile, k_tile = tile_sizes(queries, keys)
     if (q_tile, k_tile) == (queries, keys):
         return _attend_tile(q, k, v, q_positions, k_positions, window, scale)
     q, q_positions = _pad(q, 2, q_tile, 0), _pad(q_positions, 1, q_tile, -1)
     k, v, k_positions = _pad(k, 2, k_tile, 0), _pad(v, 2, k_tile, 0), _pad(k_positions, 1, k_tile, -1)
-    shape = heads, lanes, q_tile, group
-    fresh = jnp.zeros((*shape, size)), jnp.full(shape, -jnp.inf)
-    nothing = Partial(*(match_varying(x, q, k, v) for x in fresh))
+    nothing = no_keys(q[:, :, :q_tile], k, v)
 
     def row(index: jax.Array, done: Partial) -> Partial:
         q_start = index * q_tile

@@ -28,9 +28,9 @@ def ledger(
     platform: Platform = None,
     json: Json = False,
 ) -> None:
-    """Count what one step sends on every axis, its FLOPs and its memory. No weights are needed.
+    """Count what a phase sends, its FLOPs and its memory.
 
-    Exit status 1 if what is predicted and what is traced differ.
+    No weights are needed. Exit status 1 if what is predicted and what is traced differ.
     """
     from jaxpar.assets import model_dir
     from jaxpar.checkpoint import open_checkpoint

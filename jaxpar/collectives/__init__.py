@@ -4,19 +4,22 @@ Over no axes every function is the identity, so that the program of one device h
 """
 
 from jaxpar.collectives.exchange import enter, leave, pick_rows
-from jaxpar.collectives.reduce import all_max, all_min, all_sum, gather_tokens, rank_index, scatter_sum
+from jaxpar.collectives.move import all_gather, all_to_all, shift
+from jaxpar.collectives.reduce import all_max, all_min, all_sum, rank_index, scatter_sum
 from jaxpar.collectives.types import to_varying, varying_axes
 
 __all__ = [
+    "all_gather",
     "all_max",
     "all_min",
     "all_sum",
+    "all_to_all",
     "enter",
-    "gather_tokens",
     "leave",
     "pick_rows",
     "rank_index",
     "scatter_sum",
+    "shift",
     "to_varying",
     "varying_axes",
 ]

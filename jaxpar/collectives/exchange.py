@@ -16,8 +16,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxpar.collectives.reduce import all_sum, gather_tokens, scatter_sum
-from jaxpar.ledger.traffic import Traffic, all_gather_bytes, reduce_scatter_bytes
+from jaxpar.collectives.move import all_gather
+from jaxpar.collectives.reduce import all_sum, scatter_sum
+from jaxpar.ledger.traffic import Traffic, all_gather_bytes, all_reduce_bytes, reduce_scatter_bytes
 from jaxpar.plan import Sublayer
 from jaxpar.strategies import Step
 
@@ -26,15 +27,15 @@ AllReduce = Callable[[jax.Array, tuple[str, ...]], jax.Array]
 
 def enter(x: jax.Array, sublayer: Sublayer, tokens: int) -> jax.Array:
     """Residual rows -> the `tokens` rows [T, D] that the sublayer works on."""
-    return gather_tokens(x, sublayer.gather)[:tokens]
+    return all_gather(x, sublayer.gather)[:tokens]
 
 
 def leave(partial: jax.Array, sublayer: Sublayer, all_reduce: AllReduce) -> jax.Array:
     """A rank's partial result [T, D] -> its contribution to the residual stream, summed exactly once."""
-    if not sublayer.scatter:
-        return all_reduce(partial, sublayer.sum)
-    padding = -partial.shape[0] % lax.axis_size(sublayer.scatter)
-    return scatter_sum(all_reduce(jnp.pad(partial, ((0, padding), (0, 0))), sublayer.sum), sublayer.scatter)
+    if sublayer.scatter:
+        padding = -partial.shape[0] % lax.axis_size(sublayer.scatter)
+        partial = scatter_sum(jnp.pad(partial, ((0, padding), (0, 0))), sublayer.scatter)
+    return all_reduce(partial, sublayer.sum)
 
 
 def pick_rows(x: jax.Array, rows: jax.Array, axes: tuple[str, ...]) -> jax.Array:
@@ -59,10 +60,26 @@ def enter_traffic(step: Step, scope: tuple[str, str], gather: tuple[str, ...], c
     return [Traffic(*scope, "all_gather", gather, calls, message, calls * all_gather_bytes(message, ranks))]
 
 
-def scatter_traffic(step: Step, scope: tuple[str, str], scatter: tuple[str, ...], calls: int) -> list[Traffic]:
-    """What `leave` sends where it scatters: reduce-scatters of the rows, filled up to a multiple of the ranks."""
-    if not scatter:
-        return []
-    ranks = step.ranks(scatter)
-    message = -(-step.rows // ranks) * ranks * step.row_bytes
-    return [Traffic(*scope, "reduce_scatter", scatter, calls, message, calls * reduce_scatter_bytes(message, ranks))]
+def leave_traffic(
+    step: Step,
+    scope: tuple[str, str],
+    sublayer: Sublayer,
+    calls: int,
+    all_reduce: Callable[[int, int], int] = all_reduce_bytes,
+) -> list[Traffic]:
+    """What `leave` sends: reduce-scatters of the rows, filled up to a multiple of the ranks; sums of what is left.
+
+    `all_reduce` (bytes of a message, ranks) -> bytes that each sends is that of the strategy that sums.
+    """
+    rows, found = step.rows, []
+    if sublayer.scatter:
+        ranks = step.ranks(sublayer.scatter)
+        rows = -(-rows // ranks)
+        message = rows * ranks * step.row_bytes
+        sent = calls * reduce_scatter_bytes(message, ranks)
+        found.append(Traffic(*scope, "reduce_scatter", sublayer.scatter, calls, message, sent))
+    if sublayer.sum:
+        message = rows * step.row_bytes
+        sent = calls * all_reduce(message, step.ranks(sublayer.sum))
+        found.append(Traffic(*scope, "all_reduce", sublayer.sum, calls, message, sent))
+    return found

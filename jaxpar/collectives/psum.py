@@ -8,9 +8,9 @@ rank 3: p3 -+
 
 from __future__ import annotations
 
-from jaxpar.collectives.exchange import enter_traffic, scatter_traffic
+from jaxpar.collectives.exchange import enter_traffic, leave_traffic
 from jaxpar.collectives.reduce import all_sum
-from jaxpar.ledger.traffic import Traffic, all_reduce_bytes
+from jaxpar.ledger.traffic import Traffic
 from jaxpar.strategies import Step, Strategy
 
 
@@ -19,15 +19,11 @@ def traffic(step: Step) -> list[Traffic]:
 
     Where the residual stream is split over tp, each is an all-gather before and a reduce-scatter after: the same bytes.
     """
-    rows, layers, message = [], step.config.num_hidden_layers, step.rows * step.row_bytes
-    sublayer = step.plan.sublayer(step.phase)
+    rows, layers = [], step.config.num_hidden_layers
     for name in ("attention", "ffn"):
-        scope, axes = (name, "psum"), sublayer.sum
-        rows += enter_traffic(step, scope, sublayer.gather, layers)
-        rows += scatter_traffic(step, scope, sublayer.scatter, layers)
-        if axes:
-            sent = layers * all_reduce_bytes(message, step.ranks(axes))
-            rows.append(Traffic(*scope, "all_reduce", axes, layers, message, sent))
+        sublayer = step.plan.sublayer(name, step.phase)
+        rows += enter_traffic(step, (name, "psum"), sublayer.gather, layers)
+        rows += leave_traffic(step, (name, "psum"), sublayer, layers)
     return rows
 
 
@@ -39,7 +35,7 @@ def check(step: Step) -> str | None:
 STRATEGY = Strategy(
     name="psum",
     sublayer="all_reduce",
-    axes=("tp",),
+    axes=("cp", "tp"),
     collectives=("all_reduce", "all_gather", "reduce_scatter"),
     needs="any shape",
     run=all_sum,

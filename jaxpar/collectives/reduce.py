@@ -10,17 +10,7 @@ from __future__ import annotations
 import jax
 from jax import lax
 
-from jaxpar.collectives.types import varying_axes
-from jaxpar.errors import PlanError
-
-
-def _require_varying(operation: str, x: jax.Array, axes: tuple[str, ...]) -> None:
-    same = [axis for axis in axes if axis not in varying_axes(x)]
-    if same:
-        raise PlanError(
-            f"{operation} over {', '.join(axes)} of an array that is the same on every rank of {', '.join(same)}: "
-            f"it would be counted more than once; reduce each partial sum once"
-        )
+from jaxpar.collectives.types import require_varying
 
 
 def rank_index(axes: tuple[str, ...]) -> jax.Array | int:
@@ -32,7 +22,7 @@ def all_sum(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
     """Sum of every rank's `x`, on every rank. Same shape; raises PlanError unless `x` varies over all `axes`."""
     if not axes:
         return x
-    _require_varying("all_sum", x, axes)
+    require_varying("all_sum", x, axes)
     return lax.psum(x, axes)
 
 
@@ -40,7 +30,7 @@ def all_max(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
     """Elementwise maximum of every rank's `x`, on every rank."""
     if not axes:
         return x
-    _require_varying("all_max", x, axes)
+    require_varying("all_max", x, axes)
     return lax.pmax(x, axes)
 
 
@@ -48,21 +38,13 @@ def all_min(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
     """Elementwise minimum of every rank's `x`, on every rank."""
     if not axes:
         return x
-    _require_varying("all_min", x, axes)
+    require_varying("all_min", x, axes)
     return lax.pmin(x, axes)
 
 
-def scatter_sum(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
-    """Sum of every rank's `x` [T, ...]; rank r of P keeps the r-th [T/P, ...] of it (reduce-scatter)."""
+def scatter_sum(x: jax.Array, axes: tuple[str, ...], dimension: int = 0) -> jax.Array:
+    """Sum of every rank's `x`; rank r of P keeps the r-th of P parts along `dimension` (reduce-scatter)."""
     if not axes:
         return x
-    _require_varying("scatter_sum", x, axes)
-    return lax.psum_scatter(x, axes, scatter_dimension=0, tiled=True)
-
-
-def gather_tokens(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
-    """Every rank's `x` [T, ...] side by side, [P*T, ...], on every rank."""
-    if not axes:
-        return x
-    _require_varying("gather_tokens", x, axes)
-    return lax.all_gather(x, axes, axis=0, tiled=True)
+    require_varying("scatter_sum", x, axes)
+    return lax.psum_scatter(x, axes, scatter_dimension=dimension, tiled=True)

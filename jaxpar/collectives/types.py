@@ -8,6 +8,8 @@ from typing import Any
 import jax
 from jax import lax
 
+from jaxpar.errors import PlanError
+
 
 def varying_axes(x: Any) -> frozenset[str]:
     """The manual mesh axes over which `x`, an array, tracer or abstract value, may differ between ranks."""
@@ -24,3 +26,13 @@ def to_varying(x: jax.Array, axes: Iterable[str]) -> jax.Array:
 def match_varying(x: jax.Array, *others: jax.Array) -> jax.Array:
     """`x` typed as varying over every axis over which one of `others` does: how a fresh accumulator joins a loop."""
     return to_varying(x, sorted(frozenset[str]().union(*map(varying_axes, others))))
+
+
+def require_varying(operation: str, x: jax.Array, axes: tuple[str, ...]) -> None:
+    """Raise PlanError if `x` is the same on all ranks of one of `axes`: nothing is to be summed or gathered there."""
+    same = [axis for axis in axes if axis not in varying_axes(x)]
+    if same:
+        raise PlanError(
+            f"{operation} over {', '.join(axes)} of an array that is the same on every rank of {', '.join(same)}: "
+            f"it would be counted more than once; reduce each partial sum once"
+        )

@@ -16,7 +16,8 @@ class Lanes:
     """Lanes and pages of a group of requests.
 
     `lane[i]` is the lane of request i among all replicas' lanes; `table` [lanes, pages of the longest] page ids local
-    to the replica, -1 where a request has no page; `pages` is the number that every replica's cache must have.
+    to the replica, -1 where a request has no page; `pages` is the number that every rank's cache must have. All ranks
+    of cp number their pages alike.
     """
 
     total: int
@@ -26,7 +27,7 @@ class Lanes:
 
 
 def assign(capacity: Sequence[int], plan: Plan) -> Lanes:
-    """Give each request, which will store up to `capacity[i]` tokens, a lane and its pages.
+    """Give each request, which will store up to `capacity[i]` tokens on a rank, a lane and its pages.
 
     Requests go to replicas in turn; lanes without a request do nothing.
     """

@@ -9,17 +9,22 @@ import numpy as np
 
 from jaxpar.engine.lanes import assign
 from jaxpar.engine.requests import SamplingParams
-from jaxpar.engine.sizes import prefill_chunks, table_width
+from jaxpar.engine.sizes import local_tokens, prefill_chunks, stored_by_rank, table_width
+from jaxpar.layout import deal, owner
 from jaxpar.plan import Phase
 from jaxpar.program import Programs, StepBatch, StepOutput, Weights
 from jaxpar.vocabulary.sampling import SamplingArrays
 
 
 class Chunk(NamedTuple):
-    """One prefill step: `tokens` of each prompt from `offset` on, which requests end in it, and its output."""
+    """One prefill step: `tokens` of each prompt from `offset` on, which requests end in it, and its output.
+
+    `columns[i]` says where the tokens of request i stand among those of its lane, in order; logits have them there.
+    """
 
     offset: int
     tokens: int
+    columns: list[np.ndarray]
     ended: list[int]
     output: StepOutput
 
@@ -45,9 +50,15 @@ class Session:
             params: the same for all requests.
         """
         self._programs, self._weights, self._prompts = programs, weights, prompts
-        self._lanes = assign(capacity, programs.plan)
+        plan = programs.plan
+        on_rank = [
+            int(stored_by_rank(len(prompt), tokens, plan).max())
+            for prompt, tokens in zip(prompts, capacity, strict=True)
+        ]
+        self._lanes = assign(on_rank, plan)
         self._cache = programs.empty_cache(self._lanes.pages)
-        self._stored = np.zeros(self._lanes.total, np.int32)
+        self._length = np.zeros(self._lanes.total, np.int32)
+        self._stored = np.zeros((self._lanes.total, plan.mesh.cp), np.int32)
         self._params = params
 
     def prefill(self, logits: bool = False) -> Iterator[Chunk]:
@@ -55,32 +66,48 @@ class Session:
 
         The output of a chunk has the next token of the requests that end in it, or with `logits` those of every token.
         """
-        longest = max(len(prompt) for prompt in self._prompts)
-        for offset, size in prefill_chunks(longest, self._programs.plan):
-            new = {i: prompt[offset : offset + size] for i, prompt in enumerate(self._prompts)}
+        longest, plan = max(len(prompt) for prompt in self._prompts), self._programs.plan
+        for offset, size in prefill_chunks(longest, plan):
+            width, columns = local_tokens(size, plan), []
+            batch = self._blank(plan.mesh.cp * width)
+            for i, prompt in enumerate(self._prompts):
+                row, ids = self.lane(i), np.asarray(prompt[offset : offset + size], np.int32)
+                dealt = deal(plan.layout, offset, len(ids), plan.mesh.cp, plan.cp_interleave)
+                # Each rank's tokens stand side by side, and padding after them.
+                at = np.zeros(len(ids), np.int64)
+                for rank, tokens in enumerate(dealt):
+                    at[tokens] = rank * width + np.arange(len(tokens))
+                batch.tokens[row, at] = ids
+                batch.positions[row, at] = offset + np.arange(len(ids))
+                batch.last[row] = at[-1] if len(ids) else 0
+                self._stored[row] += [len(tokens) for tokens in dealt]
+                self._length[row] += len(ids)
+                columns.append(at)
             ended = [i for i, prompt in enumerate(self._prompts) if offset < len(prompt) <= offset + size]
-            yield Chunk(offset, size, ended, self._step("prefill", new, size, logits))
+            yield Chunk(offset, size, columns, ended, self._step("prefill", batch, logits))
 
     def decode(self, tokens: Mapping[int, int], logits: bool = False) -> StepOutput:
         """One step: the latest token of each request that goes on -> its next one, or its logits."""
-        return self._step("decode", {i: [token] for i, token in tokens.items()}, 1, logits)
+        plan, batch = self._programs.plan, self._blank(1)
+        for request, token in tokens.items():
+            row = self.lane(request)
+            batch.tokens[row], batch.positions[row] = token, self._length[row]
+            self._stored[row, owner(self._length[row], plan.mesh.cp, plan.cp_interleave)] += 1
+            self._length[row] += 1
+        return self._step("decode", batch, logits)
 
     def lane(self, request: int) -> int:
         """The row of a request in the outputs."""
         return self._lanes.lane[request]
 
-    def _step(self, phase: Phase, new: Mapping[int, Sequence[int]], size: int, logits: bool) -> StepOutput:
-        total, start = self._lanes.total, self._stored.copy()
-        tokens = np.zeros((total, size), np.int32)
-        positions = np.full((total, size), -1, np.int32)
-        last = np.zeros(total, np.int32)
-        for request, ids in new.items():
-            row, count = self.lane(request), len(ids)
-            tokens[row, :count] = ids
-            positions[row, :count] = start[row] + np.arange(count)
-            last[row] = max(count - 1, 0)
-            self._stored[row] += count
-        batch = StepBatch(tokens, positions, start, self._table(), last, self._options())
+    def _blank(self, width: int) -> StepBatch:
+        """A batch in which no lane does anything; `_step` adds page tables and options."""
+        total = self._lanes.total
+        tokens, positions = np.zeros((total, width), np.int32), np.full((total, width), -1, np.int32)
+        return StepBatch(tokens, positions, self._stored.copy(), None, np.zeros(total, np.int32), None)
+
+    def _step(self, phase: Phase, batch: StepBatch, logits: bool) -> StepOutput:
+        batch = batch._replace(table=self._table(), options=self._options())
         sampled = self._params.temperature > 0
         program = self._programs.step(phase, logits, sampled and not logits)
         self._cache, output = program(self._weights, self._cache, batch)
@@ -102,5 +129,5 @@ class Session:
             lanes(params.top_k, np.int32),
             lanes(params.top_p, np.float32),
             lanes(params.seed, np.uint32),
-            self._stored.copy(),  # a step that still runs must not see the next one's
+            self._length.copy(),  # a step that still runs must not see the next one's
         )

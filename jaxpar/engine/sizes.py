@@ -7,6 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import numpy as np
+
+from jaxpar.layout import deal, local_length, owner
 from jaxpar.plan import Plan
 
 
@@ -37,13 +40,32 @@ def prefill_chunks(longest: int, plan: Plan) -> Iterator[tuple[int, int]]:
         yield offset, min(bucket(min(plan.chunk, longest - offset)), plan.chunk)
 
 
+def local_tokens(tokens: int, plan: Plan) -> int:
+    """Tokens of a prefill step of `tokens` that one rank of cp may hold of a request."""
+    return local_length(plan.layout, tokens, plan.mesh.cp, plan.cp_interleave)
+
+
+def stored_by_rank(prompt: int, stored: int, plan: Plan) -> np.ndarray:
+    """How many of the first `stored` tokens of a request each rank of cp holds [cp]; `prompt` of them are prefilled.
+
+    The layout deals each chunk of the prompt, and every token after it lies with the rank that its position names.
+    """
+    held = np.zeros(plan.mesh.cp, np.int64)
+    for first, size in prefill_chunks(min(prompt, stored), plan):
+        count = min(size, min(prompt, stored) - first)
+        dealt = deal(plan.layout, first, count, plan.mesh.cp, plan.cp_interleave)
+        held += [len(tokens) for tokens in dealt]
+    decoded = owner(np.arange(min(prompt, stored), stored), plan.mesh.cp, plan.cp_interleave)
+    return held + np.bincount(decoded, minlength=plan.mesh.cp)
+
+
 def pages_of(tokens: int, plan: Plan) -> int:
-    """Pages that hold `tokens` tokens of a request."""
+    """Pages that hold `tokens` tokens of a request on a rank."""
     return -(-tokens // plan.page_size)
 
 
 def table_width(stored: int, plan: Plan) -> int:
-    """Pages that a step's page table lists for each request, the longest of which has `stored` tokens."""
+    """Pages that a step's page table lists for each request, of which a rank has at most `stored` tokens."""
     return bucket(pages_of(stored, plan))
 
 

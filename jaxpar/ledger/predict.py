@@ -9,16 +9,16 @@ from typing import Any
 import jax
 from jax.sharding import PartitionSpec as P
 
-from jaxpar.attention.partial import tile_sizes
 from jaxpar.ledger.traffic import Traffic, merge
 from jaxpar.nn.linear import product_rows
+from jaxpar.nn.mlp import local_width
 from jaxpar.registry import chosen
 from jaxpar.strategies import Step
 
 
 def predict_traffic(step: Step) -> list[Traffic]:
     """Every collective of a step, from the closed forms of the strategies that the plan chose."""
-    return merge(row for strategy in chosen(step) for row in strategy.traffic(step))
+    return merge(row for strategy in chosen(step).values() for row in strategy.traffic(step))
 
 
 def predict_flops(step: Step) -> dict[str, int]:
@@ -27,17 +27,20 @@ def predict_flops(step: Step) -> dict[str, int]:
     Attention counts every tile of the page table, as if none could be skipped: which are is known only when it runs.
     """
     config, heads, rows = step.config, step.heads, product_rows(step.rows, step.itemsize)
-    size, hidden, tp = config.head_dim, config.hidden_size, step.plan.mesh.tp
-    projections = 2 * rows * hidden * size * (2 * heads.q_local + 2 * heads.kv_local)
-    q_tile, k_tile = tile_sizes(step.tokens, step.keys)
-    tiles = -(-step.tokens // q_tile) * -(-step.keys // k_tile)
-    scores = 4 * step.lanes * tiles * q_tile * k_tile * heads.q_local * size
-    ffn = 2 * rows * hidden * 3 * -(-config.intermediate_size // tp)
+    size, hidden, plan = config.head_dim, config.hidden_size, step.plan
+    attention = chosen(step)[f"{step.phase}_attention"]
+    # In decode ranks of cp share the output projection, and the query projection where the strategy gathers queries.
+    queries = heads.q_stored // step.ranks(plan.active(attention.queries))
+    outputs = heads.q_stored // (step.ranks(plan.sequence) if step.phase == "decode" else 1)
+    projections = 2 * rows * hidden * size * (queries + outputs + 2 * heads.kv_local)
+    share = step.ranks(plan.width_of("ffn", step.phase)) // step.ranks(plan.width)
+    ffn = 2 * rows * hidden * 3 * (local_width(config.intermediate_size, plan) // share)
     tokens = product_rows(step.rows if step.logits else step.lanes, step.itemsize)
     return {
-        "attention": config.num_hidden_layers * (projections + scores),
+        "attention": config.num_hidden_layers * projections,
+        attention.sublayer: attention.flops(step),
         "ffn": config.num_hidden_layers * ffn,
-        "head": 2 * tokens * hidden * -(-config.vocab_size // tp),
+        "head": 2 * tokens * hidden * -(-config.vocab_size // plan.mesh.tp),
     }
 
 

@@ -11,7 +11,15 @@ from jax.sharding import AbstractMesh, Mesh
 
 from jaxpar.checkpoint.config import ModelConfig
 from jaxpar.devices import abstract_mesh
-from jaxpar.engine.sizes import lanes_of, pages_of, pool_size, prefill_chunks, table_width
+from jaxpar.engine.sizes import (
+    lanes_of,
+    local_tokens,
+    pages_of,
+    pool_size,
+    prefill_chunks,
+    stored_by_rank,
+    table_width,
+)
 from jaxpar.errors import PlanError
 from jaxpar.ledger.compiled import Change, compare_compiled
 from jaxpar.ledger.flops import trace_flops
@@ -145,15 +153,26 @@ def make_steps(
             raise PlanError(f"{name}={value}: it must be at least 1")
     context = config.max_position_embeddings
     if seq > context:
-        raise PlanError(f"context={seq} is more than the model's {context} positions: ask for {context} or less")
+        raise PlanError(
+            f"{seq} tokens of a request are more than the model's {context} positions: ask for {context} or less"
+        )
     lanes = lanes_of(batch, plan)
-    stored = [(1, seq)]
+    sizes = [(1, seq)]
     if phase == "prefill":
-        stored = [(size, min(offset + size, seq)) for offset, size in prefill_chunks(seq, plan)]
+        sizes = [(local_tokens(size, plan), min(offset + size, seq)) for offset, size in prefill_chunks(seq, plan)]
     return Counter(
-        Step(config, plan, phase, lanes, tokens, table_width(held, plan) * plan.page_size, sampled=sampled)
-        for tokens, held in stored
+        Step(config, plan, phase, lanes, tokens, _keys(phase, seq, stored, plan), sampled=sampled)
+        for tokens, stored in sizes
     )
+
+
+def _most(phase: Phase, seq: int, stored: int, plan: Plan) -> int:
+    """The most that one rank of cp has of the first `stored` tokens; the last one of a decode step is a new one."""
+    return int(stored_by_rank(seq - (phase == "decode"), stored, plan).max())
+
+
+def _keys(phase: Phase, seq: int, stored: int, plan: Plan) -> int:
+    return table_width(_most(phase, seq, stored, plan), plan) * plan.page_size
 
 
 def make_ledger(
@@ -183,7 +202,8 @@ def make_ledger(
     sizes = plan.mesh.sizes
     programs = Programs(config, plan, mesh or abstract_mesh(plan.mesh))
     requests = -(-batch // (plan.mesh.dp * plan.mesh.ep))
-    pages = pool_size(requests * pages_of(seq, plan))
+    held = _most(phase, seq, seq, plan)
+    pages = pool_size(requests * pages_of(held, plan))
     counted = [_count(programs, step, count, pages) for step, count in steps.items()]
     weights, cache, _ = programs.abstract_arguments(counted[0].step, pages)
     cache_bytes = local_bytes(cache.planes, programs.cache_specs().planes, sizes)
@@ -197,7 +217,7 @@ def make_ledger(
         pages=pages,
         weight_bytes=local_bytes(weights, programs.weight_specs, sizes),
         cache_bytes=cache_bytes,
-        needed_cache_bytes=cache_bytes // (pages * plan.page_size) * requests * seq,
+        needed_cache_bytes=cache_bytes // (pages * plan.page_size) * requests * held,
         compiled=_compile(programs, mesh, largest, pages) if isinstance(mesh, Mesh) else None,
     )
 

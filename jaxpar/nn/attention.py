@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import jax
 from flax import nnx
+from jax import lax
 
 from jaxpar.attention.cache import Plane, Planes
+from jaxpar.attention.inputs import Inputs, pad_heads
 from jaxpar.checkpoint.config import ModelConfig
+from jaxpar.collectives import rank_index
 from jaxpar.errors import PlanError
 from jaxpar.heads import PADDED, HeadLayout, split_heads
 from jaxpar.nn.context import StepContext
@@ -24,7 +27,7 @@ class Attention(nnx.Module):
 
     def __init__(self, config: ModelConfig, plan: Plan, layers: tuple[int, ...]) -> None:
         """Declare the weights of the slot that holds `layers`, one a pipeline stage."""
-        self.heads = split_heads(config.num_attention_heads, config.num_key_value_heads, plan.mesh.tp)
+        self.heads = split_heads(config.num_attention_heads, config.num_key_value_heads, plan.mesh.tp, plan.mesh.cp)
         self.head_dim = config.head_dim
         self.eps = config.rms_norm_eps
         windows = {config.windows[layer] for layer in layers if layer < config.num_hidden_layers}
@@ -66,19 +69,34 @@ class Attention(nnx.Module):
 
     def __call__(self, x: jax.Array, planes: Planes, step: StepContext) -> tuple[jax.Array, Planes]:
         """Tokens [B * T, D] and the layer's cache -> a partial sum of [B * T, D], and the cache with them in it."""
-        kv, group, size = self.heads.kv_local, self.heads.group, self.head_dim
-        heads = self.qkv(x).reshape(x.shape[0], kv * group + 2 * kv, size)
-        q, k, v = heads[:, : kv * group], heads[:, kv * group : kv * group + kv], heads[:, kv * group + kv :]
+        q, k, v = self._project(x, step)
+        lanes, tokens = step.positions.shape
+        q, k, v = (y.reshape(lanes, tokens, *y.shape[1:]) for y in (q, k, v))
+        planes, bag = step.store.update(planes, {"k": k, "v": v})
+        keys = step.store.key_positions
+        scale, group = self.head_dim**-0.5, self.heads.group
+        out = step.attention(Inputs(q, bag["k"], bag["v"], step.positions, keys, self.window, scale, group))
+        # Decode leaves each rank of cp with a slice of the heads, prefill with all of them.
+        split = step.plan.sequence if step.phase == "decode" else ()
+        out = out if split else pad_heads(out, self.heads.q_stored)
+        return self.out(out.astype(x.dtype).reshape(lanes * tokens, -1), split), planes
+
+    def _project(self, x: jax.Array, step: StepContext) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Tokens [B * T, D] -> rotated queries [B * T, H, d] (or a slice of H), rotated keys and values."""
+        kv, stored, size = self.heads.kv_local, self.heads.q_stored, self.head_dim
+        if step.queries:
+            mine = stored // lax.axis_size(step.queries)
+            start = rank_index(step.queries) * mine * size
+            q, both = self.qkv.rows(x, start, mine * size), self.qkv.rows(x, stored * size, 2 * kv * size)
+        else:
+            together = self.qkv(x)
+            q, both = together[:, : stored * size], together[:, stored * size :]
+        q, both = q.reshape(x.shape[0], -1, size), both.reshape(x.shape[0], -1, size)
+        k, v = both[:, :kv], both[:, kv:]
         if self.q_norm is not None and self.k_norm is not None:
             q, k = rms_norm(q, self.q_norm[0], self.eps), rms_norm(k, self.k_norm[0], self.eps)
-        q, k, v = (head.astype(x.dtype) for head in (rotate(q, step.cos, step.sin), rotate(k, step.cos, step.sin), v))
-        lanes, tokens = step.positions.shape
-        q = q.reshape(lanes, tokens, kv, group, size).transpose(2, 0, 1, 3, 4)
-        new = {"k": k.reshape(lanes, tokens, kv, size), "v": v.reshape(lanes, tokens, kv, size)}
-        planes, bag = step.store.update(planes, new)
-        out = step.attention(q, bag["k"], bag["v"], step.positions, step.store.key_positions, self.window, size**-0.5)
-        rows = out.astype(x.dtype).transpose(1, 2, 0, 3, 4).reshape(lanes * tokens, kv * group * size)
-        return self.out(rows), planes
+        q, k = rotate(q, step.cos, step.sin), rotate(k, step.cos, step.sin)
+        return q.astype(x.dtype), k.astype(x.dtype), v.astype(x.dtype)
 
 
 def _qkv(config: ModelConfig, heads: HeadLayout, prefix: str, kind: str) -> Source:
@@ -87,7 +105,7 @@ def _qkv(config: ModelConfig, heads: HeadLayout, prefix: str, kind: str) -> Sour
     columns = () if kind == "bias" else (config.hidden_size,)
     blocks = []
     for rank in range(heads.tp):
-        for tensor, order, local in ((0, heads.q_heads, heads.q_local), (1, heads.kv_heads, heads.kv_local),
+        for tensor, order, local in ((0, heads.q_heads, heads.q_stored), (1, heads.kv_heads, heads.kv_local),
                                      (2, heads.kv_heads, heads.kv_local)):  # fmt: skip
             blocks += [_head_block(tensor, head, size) for head in order[rank * local : (rank + 1) * local]]
     return Source(

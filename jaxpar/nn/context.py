@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import jax
 
 from jaxpar.attention.cache import KeyStore
+from jaxpar.attention.inputs import Inputs
 from jaxpar.collectives.exchange import AllReduce
 from jaxpar.plan import Phase, Plan
 
@@ -17,7 +18,8 @@ class StepContext:
     """Values and chosen strategies of a step.
 
     `positions` [B, T] global positions of the step's tokens (-1: padding); `cos`, `sin` [B * T, head_dim / 2];
-    `store` takes keys and values; `attention` and `all_reduce` are the functions of the plan's strategies.
+    `store` takes keys and values; `attention` is the plan's strategy, and wants a slice of the query heads over the
+    axes `queries`; `all_reduce` is the function of the plan's strategy.
     """
 
     plan: Plan
@@ -26,5 +28,6 @@ class StepContext:
     cos: jax.Array
     sin: jax.Array
     store: KeyStore
-    attention: Callable[..., jax.Array]
+    attention: Callable[[Inputs], jax.Array]
+    queries: tuple[str, ...]
     all_reduce: AllReduce

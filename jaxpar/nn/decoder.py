@@ -32,14 +32,17 @@ class Slot(nnx.Module):
 
     def __call__(self, x: jax.Array, planes: Planes, step: StepContext) -> tuple[jax.Array, Planes]:
         """Residual rows [R, D] and the layer's cache -> both after this layer."""
-        sublayer, strategy, tokens = step.plan.sublayer(step.phase), step.plan.all_reduce, step.positions.size
-        with jax.named_scope(f"attention:{strategy}"):
+        plan, phase, tokens = step.plan, step.phase, step.positions.size
+        sublayer = plan.sublayer("attention", phase)
+        with jax.named_scope(f"attention:{plan.all_reduce}"):
             h = enter(rms_norm(x, self.attention_norm[0], self.eps), sublayer, tokens)
             part, planes = self.attention(h, planes, step)
             x = x + self.attention.out.add_bias(leave(part, sublayer, step.all_reduce))
-        with jax.named_scope(f"ffn:{strategy}"):
+        sublayer = plan.sublayer("ffn", phase)
+        with jax.named_scope(f"ffn:{plan.all_reduce}"):
             h = enter(rms_norm(x, self.ffn_norm[0], self.eps), sublayer, tokens)
-            x = x + self.ffn.down.add_bias(leave(self.ffn(h), sublayer, step.all_reduce))
+            split = tuple(axis for axis in plan.width_of("ffn", phase) if axis not in plan.width)
+            x = x + self.ffn.down.add_bias(leave(self.ffn(h, split), sublayer, step.all_reduce))
         return x, planes
 
 

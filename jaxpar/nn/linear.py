@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import lax
 
+from jaxpar.collectives import rank_index
 from jaxpar.nn.weights import Weight
 
 
@@ -42,6 +43,13 @@ class ColumnParallel(nnx.Module):
         y = matmul(x, self.weight[0])
         return y if self.bias is None else y + self.bias[0].astype(y.dtype)[None, :]
 
+    def rows(self, x: jax.Array, start: jax.Array | int, count: int) -> jax.Array:
+        """Project onto `count` of the rank's rows alone -> [T, count]."""
+        y = matmul(x, lax.dynamic_slice_in_dim(self.weight[0], start, count))
+        if self.bias is None:
+            return y
+        return y + lax.dynamic_slice_in_dim(self.bias[0], start, count).astype(y.dtype)[None, :]
+
 
 class RowParallel(nnx.Module):
     """[T, I/tp] -> a partial sum of [T, O]: each rank holds columns of the weight.
@@ -54,9 +62,15 @@ class RowParallel(nnx.Module):
         self.weight = weight
         self.bias = bias
 
-    def __call__(self, x: jax.Array) -> jax.Array:
-        """The rank's partial result, in the dtype in which it is sent."""
-        return matmul(x, self.weight[0]).astype(x.dtype)
+    def __call__(self, x: jax.Array, split: tuple[str, ...] = ()) -> jax.Array:
+        """The rank's partial result, in the dtype in which it is sent.
+
+        `split`: further axes over which the input is split, [T, I/tp/n]; the rank takes its slice of the columns.
+        """
+        w = self.weight[0]
+        if split:
+            w = lax.dynamic_slice_in_dim(w, rank_index(split) * x.shape[1], x.shape[1], axis=1)
+        return matmul(x, w).astype(x.dtype)
 
     def add_bias(self, y: jax.Array) -> jax.Array:
         """Add the bias to the finished sum."""

@@ -4,11 +4,19 @@ from __future__ import annotations
 
 import jax
 from flax import nnx
+from jax import lax
 
 from jaxpar.checkpoint.config import ModelConfig
+from jaxpar.collectives import rank_index
 from jaxpar.nn.linear import ColumnParallel, RowParallel
 from jaxpar.nn.weights import Block, Source, weight
 from jaxpar.plan import Plan
+
+
+def local_width(width: int, plan: Plan) -> int:
+    """The width of a tp rank: a multiple of the ranks that share it in decode."""
+    share = plan.mesh.extent(plan.width_of("ffn", "decode")) // plan.mesh.extent(plan.width)
+    return -(-width // (plan.mesh.tp * share)) * share
 
 
 class MLP(nnx.Module):
@@ -23,7 +31,7 @@ class MLP(nnx.Module):
 
         def gate_up(prefix: str, kind: str) -> Source:
             shape = (width,) if kind == "bias" else (width, hidden)
-            rows = -(-width // plan.mesh.tp)
+            rows = local_width(width, plan)
             blocks = tuple(Block(tensor, rank * rows, rows) for rank in range(plan.mesh.tp) for tensor in (0, 1))
             return Source((f"{prefix}gate_proj.{kind}", f"{prefix}up_proj.{kind}"), (shape, shape), blocks)
 
@@ -33,15 +41,24 @@ class MLP(nnx.Module):
             if config.mlp_bias
             else None,
         )
-        downs = tuple(Source.padded(f"{name}down_proj.weight", (hidden, width), plan.mesh.tp, dim=1) for name in names)
+        mine = local_width(width, plan)
+        downs = tuple(
+            Source.padded(f"{name}down_proj.weight", (hidden, width), plan.mesh.tp, dim=1, rows=mine) for name in names
+        )
         biases = tuple(Source.whole(f"{name}down_proj.bias", (hidden,)) for name in names)
         self.down = RowParallel(
             weight(downs, (None, tp), dtype, out_std, stages),
             weight(biases, (None,), dtype, "zeros", stages) if config.mlp_bias else None,
         )
 
-    def __call__(self, x: jax.Array) -> jax.Array:
-        """[T, D] -> a partial sum of [T, D] over tp."""
-        both = self.gate_up(x)
-        gate, up = both[:, : both.shape[1] // 2], both[:, both.shape[1] // 2 :]
-        return self.down((jax.nn.silu(gate) * up).astype(x.dtype))
+    def __call__(self, x: jax.Array, split: tuple[str, ...]) -> jax.Array:
+        """[T, D] -> a partial sum of [T, D] over tp, and over the axes `split`, whose ranks share the rank's width."""
+        if split:
+            width = self.gate_up.weight[0].shape[0] // 2
+            mine = width // lax.axis_size(split)
+            start = rank_index(split) * mine
+            gate, up = self.gate_up.rows(x, start, mine), self.gate_up.rows(x, width + start, mine)
+        else:
+            both = self.gate_up(x)
+            gate, up = both[:, : both.shape[1] // 2], both[:, both.shape[1] // 2 :]
+        return self.down((jax.nn.silu(gate) * up).astype(x.dtype), split)

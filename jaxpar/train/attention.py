@@ -8,6 +8,7 @@ from __future__ import annotations
 import jax
 
 from jaxpar.attention.cache import Planes
+from jaxpar.attention.inputs import Inputs, by_token
 from jaxpar.attention.partial import masked_scores, weighted_values
 
 
@@ -23,15 +24,8 @@ class ChunkOnly:
         return planes, {name: x.transpose(2, 0, 1, 3) for name, x in new.items()}
 
 
-def attend_whole(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    q_positions: jax.Array,
-    k_positions: jax.Array,
-    window: int | None,
-    scale: float,
-) -> jax.Array:
-    """Attention of every query over its sequence; each sees a key, itself at least. Shapes as `partial.attend`."""
-    weights = jax.nn.softmax(masked_scores(q, k, q_positions, k_positions, window, scale), axis=-1)
-    return weighted_values(weights, v).reshape(q.shape)
+def attend_whole(x: Inputs) -> jax.Array:
+    """Attention of every query over its sequence; each sees a key, itself at least -> [B, T, H, d] float32."""
+    q = x.grouped
+    scores = masked_scores(q, x.k, x.q_positions, x.k_positions, x.window, x.scale)
+    return by_token(weighted_values(jax.nn.softmax(scores, axis=-1), x.v).reshape(q.shape))

@@ -26,7 +26,7 @@ from jaxpar.nn.context import StepContext
 from jaxpar.nn.rope import angles
 from jaxpar.plan import Plan
 from jaxpar.program import Programs, Weights
-from jaxpar.registry import check, find, named
+from jaxpar.registry import check, chosen, find
 from jaxpar.strategies import Step
 from jaxpar.train.attention import ChunkOnly, attend_whole
 from jaxpar.train.gradients import replicated_axes
@@ -58,10 +58,10 @@ class TrainPrograms:
         replicas = plan.mesh.dp
         if settings.batch % replicas:
             raise PlanError(f"batch={settings.batch} does not split over dp={replicas}: use a multiple of {replicas}")
-        if plan.sequence_parallel:
-            raise PlanError("sequence_parallel: training keeps the residual stream whole; leave it out")
+        if plan.mesh.cp > 1 or plan.sequence_parallel:
+            raise PlanError("training keeps sequences whole: use dp and tp, without cp and sequence_parallel")
         self._shape = Step(config, plan, "prefill", settings.batch // replicas, settings.length, settings.length)
-        forward = named(plan, "prefill")
+        forward = chosen(self._shape)
         self._embedding, self._head, self._all_reduce = (forward[name] for name in ("embedding", "head", "all_reduce"))
         self._loss, self._gradient = find("loss", "vocab_parallel"), find("gradient", "psum")
         self._forward, self._once = (self._embedding, self._head, self._all_reduce), (self._loss, self._gradient)
@@ -120,8 +120,8 @@ class TrainPrograms:
         positions = jnp.broadcast_to(jnp.arange(inputs.shape[1], dtype=jnp.int32)[None, :], inputs.shape)
         cos, sin = angles(positions.reshape(-1), config.rope, config.head_dim)
         store, all_reduce = ChunkOnly(positions), self._all_reduce.run
-        step = StepContext(plan, "prefill", positions, cos, sin, store, attend_whole, all_reduce)
-        x = self._embedding.run(inputs.reshape(-1), model.embedding[...], plan.sublayer("prefill"))
+        step = StepContext(plan, "prefill", positions, cos, sin, store, attend_whole, (), all_reduce)
+        x = self._embedding.run(inputs.reshape(-1), model.embedding[...], plan.sublayer("vocabulary", "prefill"))
         with jax.named_scope("embedding:vocab_parallel"):
             # The residual stream is one copy a rank from here on, so that every sum of its gradient has its scope.
             x = to_varying(x, plan.width)

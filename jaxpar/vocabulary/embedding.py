@@ -10,8 +10,8 @@ import jax
 import jax.numpy as jnp
 
 from jaxpar.collectives import all_sum, leave, rank_index
-from jaxpar.collectives.exchange import scatter_traffic
-from jaxpar.ledger.traffic import Traffic, all_reduce_bytes
+from jaxpar.collectives.exchange import leave_traffic
+from jaxpar.ledger.traffic import Traffic
 from jaxpar.plan import Sublayer
 from jaxpar.strategies import Step, Strategy
 
@@ -23,7 +23,7 @@ def rank_offset(rows: int, axes: tuple[str, ...]) -> jax.Array | int:
 
 def embed(ids: jax.Array, table: jax.Array, sublayer: Sublayer) -> jax.Array:
     """Ids [T] and the rank's rows [V/tp, D] -> embedded tokens [T, D], or this rank's slice of them."""
-    axes = sublayer.sum + sublayer.scatter
+    axes = sublayer.scatter + sublayer.sum
     if not axes:
         return table[ids]
     with jax.named_scope("embedding:vocab_parallel"):
@@ -35,12 +35,7 @@ def embed(ids: jax.Array, table: jax.Array, sublayer: Sublayer) -> jax.Array:
 
 def traffic(step: Step) -> list[Traffic]:
     """One all-reduce of [T, D], or one reduce-scatter where the residual stream is split over tp."""
-    scope, sublayer = ("embedding", "vocab_parallel"), step.plan.sublayer(step.phase)
-    if not sublayer.sum:
-        return scatter_traffic(step, scope, sublayer.scatter, 1)
-    message = step.rows * step.row_bytes
-    sent = all_reduce_bytes(message, step.ranks(sublayer.sum))
-    return [Traffic(*scope, "all_reduce", sublayer.sum, 1, message, sent)]
+    return leave_traffic(step, ("embedding", "vocab_parallel"), step.plan.sublayer("vocabulary", step.phase), 1)
 
 
 def check(step: Step) -> str | None:

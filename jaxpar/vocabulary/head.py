@@ -59,7 +59,7 @@ def traffic(step: Step) -> list[Traffic]:
     """The tokens that the head works on, where the residual stream is split; sampling works on the split logits."""
     scope, axes = ("head", "vocab_parallel"), step.plan.slices(step.phase)
     if step.logits:
-        return enter_traffic(step, scope, step.plan.sublayer(step.phase).gather, 1)
+        return enter_traffic(step, scope, step.plan.sublayer("vocabulary", step.phase).gather, 1)
     if not axes:
         return []
     message = step.lanes * step.row_bytes
@@ -74,7 +74,7 @@ def check(step: Step) -> str | None:
 STRATEGY = Strategy(
     "vocab_parallel",
     "head",
-    ("tp",),
+    ("cp", "tp"),
     ("all_reduce", "all_gather"),
     "any vocabulary (rows padded)",
     local_logits,

@@ -1,0 +1,85 @@
+"""What the decode strategies over cp share: exchanging partial results for heads, and their closed forms.
+
+After it the heads of a rank's width lie over (tp, cp): rank c of cp has the c-th slice of them, finished.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+
+from jaxpar.attention.decode.overlap import parts_of
+from jaxpar.attention.inputs import Inputs, by_token, pad_heads
+from jaxpar.attention.packed import pack, packed_bytes, unpack
+from jaxpar.attention.partial import Partial, attend_flops, merge_all
+from jaxpar.collectives import all_gather, all_to_all
+from jaxpar.ledger.traffic import Traffic, all_gather_bytes, all_to_all_bytes, reduce_scatter_bytes
+from jaxpar.plan import Plan
+from jaxpar.strategies import Step
+
+
+def exchange(part: Partial, heads: int, dtype: jnp.dtype, plan: Plan) -> jax.Array:
+    """One all-to-all of outputs and LSE together; the receiver merges.
+
+    rank 0 of cp   o0[h0 h1]  ->  o0[h0] o1[h0] merged        keys of rank r give the partial results o_r
+    rank 1         o1[h0 h1]  ->  o0[h1] o1[h1] merged
+
+    Args:
+        part: the rank's partial result [K, B, T, G, d], over its own keys.
+        heads: those of the result, padded to a multiple of cp.
+        dtype: in which outputs are sent; LSE are float32.
+        plan: of the step.
+
+    Returns:
+        [B, T, heads / cp, d] float32.
+    """
+    packed = pad_heads(by_token(pack(part, dtype)), heads)[None]
+    return merge_all(unpack(all_to_all(packed, plan.sequence, split=3, concat=0))).out
+
+
+def gather_queries(x: Inputs, plan: Plan) -> Inputs:
+    """The query heads of all ranks of cp, each of which projected a slice."""
+    return x._replace(q=all_gather(x.q, plan.sequence, dimension=2))
+
+
+def exchange_traffic(step: Step, strategy: str) -> list[Traffic]:
+    """One all-to-all a layer and part."""
+    vector = packed_bytes(step.config.head_dim, step.itemsize)
+    return [
+        _row(step, strategy, "all_to_all", part.rows * step.heads.q_stored * vector, all_to_all_bytes)
+        for part in parts_of(step)
+    ]
+
+
+def query_traffic(step: Step, strategy: str) -> list[Traffic]:
+    """One all-gather a layer and part, of a rank's slice of the queries."""
+    slice_bytes = step.heads.q_stored // step.plan.mesh.cp * step.config.head_dim * step.itemsize
+    return [_row(step, strategy, "all_gather", part.rows * slice_bytes, all_gather_bytes) for part in parts_of(step)]
+
+
+def rescale_traffic(step: Step, strategy: str) -> list[Traffic]:
+    """One all-gather of LSE and one reduce-scatter of outputs, a layer and part."""
+    out = step.heads.q_stored * step.config.head_dim * step.itemsize
+    return [
+        row
+        for part in parts_of(step)
+        for row in (
+            _row(step, strategy, "all_gather", part.rows * step.heads.q_local * 4, all_gather_bytes),
+            _row(step, strategy, "reduce_scatter", part.rows * out, reduce_scatter_bytes),
+        )
+    ]
+
+
+def _row(step: Step, strategy: str, collective: str, message: int, sent: Callable[[int, int], int]) -> Traffic:
+    """A collective over cp in every layer."""
+    layers, total = step.config.num_hidden_layers, sent(message, step.plan.mesh.cp)
+    axes = step.plan.sequence
+    return Traffic("decode_attention", strategy, collective, axes, layers, message, layers * total)
+
+
+def own_keys_flops(step: Step) -> int:
+    """All heads of the rank's width over its own keys."""
+    heads, size = step.heads.q_local, step.config.head_dim
+    return step.config.num_hidden_layers * attend_flops(step.lanes, heads, step.tokens, step.keys, size)

@@ -1,0 +1,42 @@
+"""`decode_overlap`: the requests of a decode step in parts, one part's exchange beside the next part's attention.
+
+    attend 0 | attend 1 | attend 2
+             | send 0   | send 1   | send 2        HOP-B of Helix (arXiv:2507.07120)
+
+No part depends on another, so that a backend may run an exchange while it computes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+
+from jaxpar.attention.inputs import Inputs
+from jaxpar.strategies import Step
+
+
+def overlap_parts(lanes: int, parts: int) -> list[int]:
+    """Lanes of each of up to `parts` parts, as even as can be."""
+    parts = min(parts, lanes)
+    return [lanes // parts + (part < lanes % parts) for part in range(parts)]
+
+
+def parts_of(step: Step) -> list[Step]:
+    """The parts of a decode step as steps of their own, for closed forms."""
+    return [replace(step, lanes=lanes) for lanes in overlap_parts(step.lanes, step.plan.decode_overlap)]
+
+
+def in_parts(run: Callable[[Inputs], jax.Array], x: Inputs, parts: int) -> jax.Array:
+    """What `run` gives for all lanes, computed part by part."""
+    if parts == 1:
+        return run(x)
+    start, done = 0, []
+    for count in overlap_parts(x.q.shape[0], parts):
+        lanes = slice(start, start + count)
+        queries = x._replace(q=x.q[lanes], q_positions=x.q_positions[lanes])
+        done.append(run(queries._replace(k=x.k[:, lanes], v=x.v[:, lanes], k_positions=x.k_positions[lanes])))
+        start += count
+    return jnp.concatenate(done)

@@ -1,0 +1,61 @@
+"""`all_gather`: every rank gets the keys and values of all ranks, and attends to them with its own queries.
+
+rank 0   kv0 | kv1 | kv2 | kv3        the ring's bytes in one call instead of cp - 1 hops, and cp times the memory
+rank 1   kv0 | kv1 | kv2 | kv3        (Llama 3, arXiv:2407.21783)
+"""
+
+from __future__ import annotations
+
+import jax
+
+from jaxpar.attention.inputs import Inputs, by_token
+from jaxpar.attention.partial import attend_flops
+from jaxpar.attention.prefill.positions import gather_traffic, of_every_rank, side_by_side
+from jaxpar.collectives import all_gather
+from jaxpar.ledger.traffic import Traffic, all_gather_bytes
+from jaxpar.plan import Plan
+from jaxpar.strategies import Step, Strategy
+
+
+def prepare(q_positions: jax.Array, k_positions: jax.Array, plan: Plan) -> jax.Array:
+    """The positions of all keys [B, cp * S]."""
+    return side_by_side(of_every_rank(k_positions, plan))
+
+
+def run(x: Inputs, plan: Plan, shared: jax.Array) -> jax.Array:
+    """Attention of the rank's queries over the keys of all ranks -> [B, T, H, d] float32."""
+    k, v = (all_gather(array, plan.sequence, dimension=2) for array in (x.k, x.v))
+    return by_token(x._replace(k=k, v=v, k_positions=shared).attend().out)
+
+
+def traffic(step: Step) -> list[Traffic]:
+    """Two all-gathers a layer, of keys and of values; positions once."""
+    axes, calls, message = step.plan.sequence, 2 * step.config.num_hidden_layers, step.key_bytes
+    sent = calls * all_gather_bytes(message, step.plan.mesh.cp)
+    row = Traffic("prefill_attention", "all_gather", "all_gather", axes, calls, message, sent)
+    return [*gather_traffic(step, "all_gather", step.keys), row]
+
+
+def check(step: Step) -> str | None:
+    """Any heads, any lengths."""
+    return None
+
+
+def flops(step: Step) -> int:
+    """Every tile of all keys; which are skipped is known only when it runs."""
+    keys, heads = step.plan.mesh.cp * step.keys, step.heads.q_local
+    return step.config.num_hidden_layers * attend_flops(step.lanes, heads, step.tokens, keys, step.config.head_dim)
+
+
+STRATEGY = Strategy(
+    name="all_gather",
+    sublayer="prefill_attention",
+    axes=("cp",),
+    collectives=("all_gather",),
+    needs="memory for all keys of a layer",
+    run=run,
+    traffic=traffic,
+    check=check,
+    flops=flops,
+    prepare=prepare,
+)

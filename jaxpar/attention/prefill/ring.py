@@ -1,0 +1,109 @@
+"""`ring`: keys and values travel around cp, queries stay (Ring Attention, arXiv:2310.01889).
+
+    step        0      1      2      3
+    rank 0      kv0    kv3    kv2    kv1       each rank attends to the block that it has, merges the partial result,
+    rank 1      kv1    kv0    kv3    kv2       and has sent the block on before it began
+    rank 2      kv2    kv1    kv0    kv3
+    rank 3      kv3    kv2    kv1    kv0
+
+A block holds all that a rank has cached of the requests, the chunk's tokens among it, so that a chunk sees its prefix
+in the same pass. Tiles in which no query sees a key are skipped, whichever layout dealt the tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jaxpar.attention.inputs import Inputs, by_token
+from jaxpar.attention.partial import Partial, attend, attend_flops, merge, no_keys
+from jaxpar.attention.prefill.positions import gather_traffic, of_every_rank, of_rank
+from jaxpar.collectives import rank_index, shift
+from jaxpar.collectives.move import Groups
+from jaxpar.ledger.traffic import Traffic
+from jaxpar.plan import Plan
+from jaxpar.strategies import Step, Strategy
+
+_Carry = tuple[tuple[jax.Array, jax.Array], Partial]
+
+
+def prepare(q_positions: jax.Array, k_positions: jax.Array, plan: Plan) -> jax.Array:
+    """The positions of every rank's keys [cp, B, S]."""
+    return of_every_rank(k_positions, plan)
+
+
+def run(x: Inputs, plan: Plan, shared: jax.Array) -> jax.Array:
+    """Attention of the rank's queries over the keys of all ranks -> [B, T, H, d] float32."""
+    rank, ranks = rank_index(plan.sequence), plan.mesh.cp
+
+    def positions(step: jax.Array | int) -> jax.Array:
+        return of_rank(shared, (rank - step) % ranks)
+
+    return by_token(around(x, positions, ranks, plan.sequence).out)
+
+
+def around(
+    x: Inputs,
+    positions: Callable[[jax.Array | int], jax.Array],
+    ranks: int,
+    axes: tuple[str, ...],
+    groups: Groups = None,
+) -> Partial:
+    """The queries of `x` over the keys of all `ranks` of a ring, which come by in turn.
+
+    Args:
+        x: the rank's queries and the keys with which it begins.
+        positions: of the keys that are here at a step, [B, S].
+        ranks: of the ring; its hops are one fewer.
+        axes: that the ring lies in.
+        groups: the rings, where they are subgroups of the axis.
+    """
+    q = x.grouped
+
+    def attend_to(step: jax.Array | int, keys: tuple[jax.Array, jax.Array]) -> Partial:
+        return attend(q, *keys, x.q_positions, positions(step), x.window, x.scale)
+
+    def hop(carry: _Carry, step: jax.Array) -> tuple[_Carry, None]:
+        keys, done = carry
+        following = (shift(keys[0], axes, groups), shift(keys[1], axes, groups))
+        return (following, merge(done, attend_to(step, keys))), None
+
+    # A scan, not a Python loop: XLA overlaps the hops of a scan with its work on TPU and GPU.
+    (keys, done), _ = lax.scan(hop, ((x.k, x.v), no_keys(q, x.k, x.v)), jnp.arange(ranks - 1))
+    return merge(done, attend_to(ranks - 1, keys))
+
+
+def traffic(step: Step) -> list[Traffic]:
+    """Cp - 1 hops of a rank's keys and of its values in each layer; positions once."""
+    hops = 2 * step.config.num_hidden_layers * (step.plan.mesh.cp - 1)
+    message = step.key_bytes
+    row = Traffic("prefill_attention", "ring", "ppermute", step.plan.sequence, hops, message, hops * message)
+    return [*gather_traffic(step, "ring", step.keys), row]
+
+
+def check(step: Step) -> str | None:
+    """Any heads, any lengths."""
+    return None
+
+
+def flops(step: Step) -> int:
+    """Every tile of every block; which are skipped is known only when it runs."""
+    blocks = step.config.num_hidden_layers * step.plan.mesh.cp
+    return blocks * attend_flops(step.lanes, step.heads.q_local, step.tokens, step.keys, step.config.head_dim)
+
+
+STRATEGY = Strategy(
+    name="ring",
+    sublayer="prefill_attention",
+    axes=("cp",),
+    collectives=("all_gather", "ppermute"),
+    needs="any shape",
+    run=run,
+    traffic=traffic,
+    check=check,
+    flops=flops,
+    prepare=prepare,
+)

@@ -1,0 +1,86 @@
+"""`ring_q`: queries travel around cp, keys stay; one all-to-all brings the partial results home.
+
+    step        0     1     2     3
+    rank 0      q0    q3    q2    q1        rank r keeps its partial result for every rank's queries, and each gets
+    rank 1      q1    q0    q3    q2        its own back from all of them at the end (pass-Q, arXiv:2411.01783)
+    rank 2      q2    q1    q0    q3
+
+Queries and their results are as long as the chunk, however long the cached prefix: the better deal for a short chunk.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jaxpar.attention.inputs import Inputs, by_token
+from jaxpar.attention.packed import pack, packed_bytes, unpack
+from jaxpar.attention.partial import attend, attend_flops, merge_all
+from jaxpar.attention.prefill.positions import gather_traffic, of_every_rank, of_rank
+from jaxpar.collectives import all_to_all, rank_index, shift
+from jaxpar.ledger.traffic import Traffic, all_to_all_bytes
+from jaxpar.plan import Plan
+from jaxpar.strategies import Step, Strategy
+
+
+def prepare(q_positions: jax.Array, k_positions: jax.Array, plan: Plan) -> jax.Array:
+    """The positions of every rank's tokens [cp, B, T]."""
+    return of_every_rank(q_positions, plan)
+
+
+def run(x: Inputs, plan: Plan, shared: jax.Array) -> jax.Array:
+    """Attention of the rank's queries over the keys of all ranks -> [B, T, H, d] float32."""
+    axes, ranks = plan.sequence, plan.mesh.cp
+    rank = rank_index(axes)
+
+    def visit(q: jax.Array, step: jax.Array | int) -> jax.Array:
+        q_positions = of_rank(shared, (rank - step) % ranks)
+        return pack(attend(q, x.k, x.v, q_positions, x.k_positions, x.window, x.scale), x.q.dtype)
+
+    def hop(q: jax.Array, step: jax.Array) -> tuple[jax.Array, jax.Array]:
+        following = shift(q, axes)
+        return following, visit(q, step)
+
+    q, parts = lax.scan(hop, x.grouped, jnp.arange(ranks - 1))
+    parts = jnp.concatenate([parts, visit(q, ranks - 1)[None]])
+    of_owner = jnp.take(parts, (rank - jnp.arange(ranks)) % ranks, axis=0)
+    return by_token(merge_all(unpack(all_to_all(of_owner, axes, split=0, concat=0))).out)
+
+
+def traffic(step: Step) -> list[Traffic]:
+    """Cp - 1 hops of the queries and one all-to-all of partial results in each layer; positions once."""
+    layers, ranks, axes = step.config.num_hidden_layers, step.plan.mesh.cp, step.plan.sequence
+    scope, vectors = ("prefill_attention", "ring_q"), step.rows * step.heads.q_local
+    hops, query = layers * (ranks - 1), vectors * step.config.head_dim * step.itemsize
+    parts = ranks * vectors * packed_bytes(step.config.head_dim, step.itemsize)
+    return [
+        *gather_traffic(step, "ring_q", step.tokens),
+        Traffic(*scope, "ppermute", axes, hops, query, hops * query),
+        Traffic(*scope, "all_to_all", axes, layers, parts, layers * all_to_all_bytes(parts, ranks)),
+    ]
+
+
+def check(step: Step) -> str | None:
+    """Any heads, any lengths."""
+    return None
+
+
+def flops(step: Step) -> int:
+    """Every tile of every visit; which are skipped is known only when it runs."""
+    visits = step.config.num_hidden_layers * step.plan.mesh.cp
+    return visits * attend_flops(step.lanes, step.heads.q_local, step.tokens, step.keys, step.config.head_dim)
+
+
+STRATEGY = Strategy(
+    name="ring_q",
+    sublayer="prefill_attention",
+    axes=("cp",),
+    collectives=("all_gather", "ppermute", "all_to_all"),
+    needs="any shape",
+    run=run,
+    traffic=traffic,
+    check=check,
+    flops=flops,
+    prepare=prepare,
+)

@@ -1,0 +1,126 @@
+"""`ulysses`: from a slice of the tokens to a slice of the heads and back (DeepSpeed-Ulysses, arXiv:2309.14509).
+
+    before: tokens over cp            all-to-all            between: heads over cp           all-to-all back
+    rank 0   t0 t1   h0 h1 h2 h3      ----------->          rank 0   t0 t1 t2 t3   h0 h1     of the output
+    rank 1   t2 t3   h0 h1 h2 h3                            rank 1   t0 t1 t2 t3   h2 h3
+
+Queries, keys and values go to the rank of their heads. Where there are fewer KV heads than ranks, copies of them are
+sent, and where heads do not divide, zeros: `heads.split_heads` deals them, as it does over tp.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxpar.attention.inputs import Inputs, by_token
+from jaxpar.attention.partial import attend_flops
+from jaxpar.attention.prefill.positions import gather_traffic, of_every_rank, side_by_side
+from jaxpar.collectives import all_to_all
+from jaxpar.collectives.move import Groups
+from jaxpar.heads import PADDED, HeadLayout, split_heads
+from jaxpar.ledger.traffic import Traffic, all_to_all_bytes
+from jaxpar.plan import Plan
+from jaxpar.strategies import Step, Strategy
+
+
+def prepare(q_positions: jax.Array, k_positions: jax.Array, plan: Plan) -> tuple[jax.Array, jax.Array]:
+    """The positions of all tokens [B, cp * T] and of all keys [B, cp * S]."""
+    q, k = of_every_rank(q_positions, plan), of_every_rank(k_positions, plan)
+    return side_by_side(q), side_by_side(k)
+
+
+def run(x: Inputs, plan: Plan, shared: tuple[jax.Array, jax.Array]) -> jax.Array:
+    """Attention of the rank's queries over the keys of all ranks -> [B, T, H, d]."""
+    layout = heads_over(x.k.shape[0], x.group, plan.mesh.cp)
+    mine = to_heads(x, layout, plan.sequence)._replace(q_positions=shared[0], k_positions=shared[1])
+    return to_tokens(by_token(mine.attend().out).astype(x.q.dtype), layout, plan.sequence)
+
+
+def heads_over(kv_heads: int, group: int, ranks: int) -> HeadLayout:
+    """How a rank's heads are dealt over the ranks of the all-to-all."""
+    return split_heads(kv_heads * group, kv_heads, ranks)
+
+
+def to_heads(x: Inputs, layout: HeadLayout, axes: tuple[str, ...], groups: Groups = None) -> Inputs:
+    """The queries, keys and values of all ranks' tokens, for this rank's heads; positions are left as they are."""
+    q = all_to_all(_deal(x.q, layout.q_heads, 2), axes, split=2, concat=1, groups=groups)
+    k, v = (all_to_all(_deal(y, layout.kv_heads, 0), axes, split=0, concat=2, groups=groups) for y in (x.k, x.v))
+    return x._replace(q=q, k=k, v=v, group=layout.group)
+
+
+def to_tokens(out: jax.Array, layout: HeadLayout, axes: tuple[str, ...], groups: Groups = None) -> jax.Array:
+    """[B, all T, a rank's heads, d] -> [B, T, H, d]: the way back; copies and padding are left out."""
+    dealt = all_to_all(out, axes, split=1, concat=2, groups=groups)
+    where = {head: place for place, head in enumerate(layout.q_heads) if head != PADDED}
+    return dealt[:, :, np.asarray([where[head] for head in range(len(where))])]
+
+
+def _deal(x: jax.Array, heads: tuple[int, ...], dimension: int) -> jax.Array:
+    """`x` with its heads in the order of `heads`, zeros where that says PADDED."""
+    picked = jnp.take(x, np.maximum(heads, 0), axis=dimension)
+    real = np.expand_dims(np.asarray(heads) != PADDED, tuple(i for i in range(x.ndim) if i != dimension))
+    return jnp.where(real, picked, jnp.zeros((), x.dtype))
+
+
+def exchange_traffic(step: Step, strategy: str, ranks: int) -> list[Traffic]:
+    """The all-to-alls of a layer's queries, keys, values and outputs over groups of `ranks`, in all layers."""
+    layers, axes, layout = step.config.num_hidden_layers, step.plan.sequence, _layout(step, ranks)
+    vector = step.config.head_dim * step.itemsize
+    queries = step.rows * ranks * layout.q_local * vector
+    keys = step.lanes * step.keys * ranks * layout.kv_local * vector
+    return [
+        Traffic(
+            *("prefill_attention", strategy, "all_to_all", axes, 2 * layers),
+            message,
+            2 * layers * all_to_all_bytes(message, ranks),
+        )
+        for message in (queries, keys)
+    ]
+
+
+def exchange_flops(step: Step, ranks: int) -> int:
+    """The products of one block of queries and keys, after the exchange over groups of `ranks`, in all layers."""
+    heads, tokens, keys = _layout(step, ranks).q_local, ranks * step.tokens, ranks * step.keys
+    return step.config.num_hidden_layers * attend_flops(step.lanes, heads, tokens, keys, step.config.head_dim)
+
+
+def _layout(step: Step, ranks: int) -> HeadLayout:
+    return heads_over(step.heads.kv_local, step.heads.group, ranks)
+
+
+def traffic(step: Step) -> list[Traffic]:
+    """Four all-to-alls a layer, of queries, keys, values and outputs; positions once."""
+    positions = gather_traffic(step, "ulysses", step.tokens, step.keys)
+    return [*positions, *exchange_traffic(step, "ulysses", step.plan.mesh.cp)]
+
+
+def check(step: Step) -> str | None:
+    """Every rank needs a query head of its own."""
+    cp, heads = step.plan.mesh.cp, step.heads.q_local
+    if cp <= heads:
+        return None
+    return (
+        f"prefill_attention='ulysses' needs a query head for each of cp={cp} ranks, and tp={step.plan.mesh.tp} leaves "
+        f"{heads} on a rank: use usp, ring, or less cp"
+    )
+
+
+def flops(step: Step) -> int:
+    """Every tile; which are skipped is known only when it runs."""
+    return exchange_flops(step, step.plan.mesh.cp)
+
+
+STRATEGY = Strategy(
+    name="ulysses",
+    sublayer="prefill_attention",
+    axes=("cp",),
+    collectives=("all_gather", "all_to_all"),
+    needs="a query head for each rank of cp",
+    run=run,
+    traffic=traffic,
+    check=check,
+    flops=flops,
+    prepare=prepare,
+)

@@ -1,0 +1,96 @@
+"""`usp`: Ulysses inside, ring outside, as two factors of cp (Unified Sequence Parallelism, arXiv:2405.07719).
+
+    cp = 4 as 2 x 2       ranks 0 1 and 2 3 exchange tokens for heads; then the keys of their heads travel
+                          0 1         from 0 to 2 and from 1 to 3, and back
+                          | |
+                          2 3         `ulysses_degree` is the inner factor, the ring's is cp / ulysses_degree
+
+Ulysses moves less where heads suffice; the ring goes on where they run out.
+"""
+
+from __future__ import annotations
+
+import jax
+from jax import lax
+
+from jaxpar.attention.inputs import Inputs, by_token
+from jaxpar.attention.prefill.positions import gather_traffic, of_every_rank, side_by_side
+from jaxpar.attention.prefill.ring import around
+from jaxpar.attention.prefill.ulysses import exchange_flops, exchange_traffic, heads_over, to_heads, to_tokens
+from jaxpar.collectives import rank_index
+from jaxpar.ledger.traffic import Traffic
+from jaxpar.plan import Plan
+from jaxpar.strategies import Step, Strategy
+
+
+def inner_degree(plan: Plan, kv_heads: int) -> int:
+    """The inner factor of cp: as the plan says, or the largest that leaves every rank KV heads of its own."""
+    cp = plan.mesh.cp
+    return plan.ulysses_degree or max(d for d in range(1, cp + 1) if cp % d == 0 and (kv_heads % d == 0))
+
+
+def prepare(q_positions: jax.Array, k_positions: jax.Array, plan: Plan) -> tuple[jax.Array, jax.Array]:
+    """The positions of every rank's tokens [cp, B, T] and keys [cp, B, S]."""
+    return of_every_rank(q_positions, plan), of_every_rank(k_positions, plan)
+
+
+def run(x: Inputs, plan: Plan, shared: tuple[jax.Array, jax.Array]) -> jax.Array:
+    """Attention of the rank's queries over the keys of all ranks -> [B, T, H, d]."""
+    axes, inner = plan.sequence, inner_degree(plan, x.k.shape[0])
+    outer = plan.mesh.cp // inner
+    mine = rank_index(axes) // inner
+    inside = [list(range(group * inner, (group + 1) * inner)) for group in range(outer)]
+    rings = [list(range(place, plan.mesh.cp, inner)) for place in range(inner)]
+
+    def positions(every: jax.Array, group: jax.Array | int) -> jax.Array:
+        return side_by_side(lax.dynamic_slice_in_dim(every, group * inner, inner))
+
+    layout = heads_over(x.k.shape[0], x.group, inner)
+    whole = to_heads(x, layout, axes, inside)._replace(q_positions=positions(shared[0], mine))
+    part = around(whole, lambda step: positions(shared[1], (mine - step) % outer), outer, axes, rings)
+    return to_tokens(by_token(part.out).astype(x.q.dtype), layout, axes, inside)
+
+
+def traffic(step: Step) -> list[Traffic]:
+    """Ulysses' four all-to-alls over the inner ranks, the ring's hops of what a rank then has; positions once."""
+    inner = inner_degree(step.plan, step.heads.kv_local)
+    outer, layout = step.plan.mesh.cp // inner, heads_over(step.heads.kv_local, step.heads.group, inner)
+    hops = 2 * step.config.num_hidden_layers * (outer - 1)
+    message = step.lanes * inner * step.keys * layout.kv_local * step.config.head_dim * step.itemsize
+    rows = gather_traffic(step, "usp", step.tokens, step.keys)
+    if inner > 1:
+        rows += exchange_traffic(step, "usp", inner)
+    if outer > 1:
+        axes = step.plan.sequence
+        rows.append(Traffic("prefill_attention", "usp", "ppermute", axes, hops, message, hops * message))
+    return rows
+
+
+def check(step: Step) -> str | None:
+    """The inner factor divides cp, and every one of its ranks has a query head of its own."""
+    cp, degree, heads = step.plan.mesh.cp, step.plan.ulysses_degree, step.heads.q_local
+    if degree and cp % degree:
+        return f"ulysses_degree={degree} does not divide cp={cp}: use a factor of it"
+    if degree > heads:
+        return f"ulysses_degree={degree} is more than the {heads} query heads of a rank: use a smaller one"
+    return None
+
+
+def flops(step: Step) -> int:
+    """Every tile of every block; which are skipped is known only when it runs."""
+    inner = inner_degree(step.plan, step.heads.kv_local)
+    return step.plan.mesh.cp // inner * exchange_flops(step, inner)
+
+
+STRATEGY = Strategy(
+    name="usp",
+    sublayer="prefill_attention",
+    axes=("cp",),
+    collectives=("all_gather", "all_to_all", "ppermute"),
+    needs="ulysses_degree divides cp, a query head for each of its ranks",
+    run=run,
+    traffic=traffic,
+    check=check,
+    flops=flops,
+    prepare=prepare,
+)
