@@ -51,7 +51,7 @@ class StepBatch(NamedTuple):
 
 
 class StepOutput(NamedTuple):
-    """`token` and `logprob` [B], the same on every rank of a replica; or `logits` [B, T, V padded], T as in the batch."""
+    """`token` and `logprob` [B], the same on every rank of a replica; or `logits` [B, T, V padded]."""
 
     token: Any
     logprob: Any

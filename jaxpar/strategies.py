@@ -68,6 +68,10 @@ def _none(step: Step) -> int:
     return 0
 
 
+def _own(step: Step) -> tuple[int, int]:
+    return 1, 1
+
+
 @dataclass(frozen=True)
 class Strategy:
     """A registered strategy.
@@ -76,8 +80,8 @@ class Strategy:
     is wrong with a step's shapes (None: nothing), and `needs` the same in words, for `jaxpar strategies`.
 
     Attention has more: `flops`, the closed form of its own products in a step; `prepare`, run once for all layers,
-    whose result every layer's `run` gets; and `queries`, the axes over which a rank projects only a slice of its
-    query heads.
+    whose result every layer's `run` gets; `queries`, the axes over which a rank projects only a slice of its query
+    heads; and of prefill `block`, of how many ranks the tokens and the keys are that it attends to in one go.
     """
 
     name: str
@@ -91,6 +95,7 @@ class Strategy:
     flops: Callable[[Step], int] = _none
     prepare: Callable[..., Any] | None = None
     queries: tuple[str, ...] = ()
+    block: Callable[[Step], tuple[int, int]] = _own
 
     @property
     def module(self) -> str:

@@ -4,26 +4,43 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import fields
-from types import MappingProxyType
 from typing import Any
 
-from jaxpar.plan import Plan
+from jaxpar.mesh import MeshSpec
+from jaxpar.plan import PHASES, Phase, Plan
 from jaxpar.registry import STRATEGIES
 
-_CHOICES = {field.name: field.default for field in fields(Plan)}
-DEFAULT: Mapping[str, Any] = MappingProxyType({})
+_FIELDS = {field.name for field in fields(Plan)}
+_BY_FIELD = {
+    f"{strategy.sublayer}={strategy.name}": {strategy.sublayer: strategy.name}
+    for strategy in STRATEGIES
+    if strategy.sublayer in _FIELDS and strategy.name != "local"
+}
+CHOICES: Mapping[str, Mapping[str, Any]] = {
+    "default": {},
+    **_BY_FIELD,
+    "usp=2": {"prefill_attention": "usp", "ulysses_degree": 2},
+    "overlap=2": {"decode_attention": "a2a", "decode_overlap": 2},
+    "helix,overlap=3": {"decode_attention": "helix", "decode_overlap": 3},
+    "sequence_parallel": {"sequence_parallel": True},
+    "sequence_parallel,helix": {"sequence_parallel": True, "decode_attention": "helix"},
+}
+"""Keyword arguments of plans, by the name that tests show."""
 
 
-def every_choice() -> list[Mapping[str, Any]]:
-    """Keyword arguments of plans: the default one, one for every strategy, and one for sequence parallelism."""
-    named = [
-        {strategy.sublayer: strategy.name}
-        for strategy in STRATEGIES
-        if _CHOICES.get(strategy.sublayer, strategy.name) != strategy.name
-    ]
-    return [DEFAULT, *named, {"sequence_parallel": True}]
+def phases_of(choice: str, mesh: str) -> tuple[Phase, ...]:
+    """The phases in which a choice makes a program on `mesh` that the default does not; all of them for the default."""
+    sizes, chosen = MeshSpec.parse(mesh), CHOICES[choice]
+    if not chosen:
+        return PHASES
+    if chosen.get("sequence_parallel") and (len(chosen) == 1 or sizes.cp > 1):
+        return PHASES
+    of_cp = [phase for phase in PHASES if sizes.cp > 1 and f"{phase}_attention" in chosen]
+    if chosen.get("ulysses_degree", 1) > 1 and sizes.cp % chosen["ulysses_degree"]:
+        return ()
+    return tuple(of_cp)
 
 
-def label(choice: Mapping[str, Any]) -> str:
-    """As tests show it."""
-    return ",".join(f"{name}={value}" for name, value in choice.items()) or "default"
+def every_program(*meshes: str) -> list[tuple[str, str, Phase]]:
+    """(mesh, choice, phase) of every program worth a test of its own."""
+    return [(mesh, choice, phase) for mesh in meshes for choice in CHOICES for phase in phases_of(choice, mesh)]

@@ -7,7 +7,7 @@ has LSE = -inf and weight 0, even where its output is NaN. Statistics and output
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -100,6 +100,24 @@ def weighted_values(weights: jax.Array, v: jax.Array) -> jax.Array:
     return lax.dot_general(weights, v, (((3,), (2,)), _BATCH), preferred_element_type=jnp.float32)
 
 
+def seen_tiles(q_positions: Any, k_positions: Any, q_tile: int, k_tile: int, window: int | None) -> Any:
+    """Which tiles [queries / q_tile, keys / k_tile] are computed; numpy or JAX arrays, padded to whole tiles.
+
+    A tile is left out if its earliest key is later than its last query, or its last key out of the window of its first
+    query, for every lane: of a causal mask these are exactly the tiles in which no query sees a key.
+    """
+    xp = q_positions.__array_namespace__()
+    never = xp.iinfo(xp.int32).max
+    q, k = (x.reshape(x.shape[0], -1, tile) for x, tile in ((q_positions, q_tile), (k_positions, k_tile)))
+    first_key = xp.where(k >= 0, k, never).min(axis=2)
+    seen = first_key[:, None, :] <= q.max(axis=2)[:, :, None]
+    if window is not None:
+        first_query = xp.where(q >= 0, q, never).min(axis=2)
+        # Not `first_query - last_key < window`: the first query of a tile of padding is as large as an int can be.
+        seen = seen & (first_query[:, :, None] < (k.max(axis=2) + window)[:, None, :])
+    return seen.any(axis=0)
+
+
 def attend(
     q: jax.Array,
     k: jax.Array,
@@ -135,22 +153,24 @@ def attend(
     q, q_positions = _pad(q, 2, q_tile, 0), _pad(q_positions, 1, q_tile, -1)
     k, v, k_positions = _pad(k, 2, k_tile, 0), _pad(v, 2, k_tile, 0), _pad(k_positions, 1, k_tile, -1)
     nothing = no_keys(q[:, :, :q_tile], k, v)
+    seen = seen_tiles(q_positions, k_positions, q_tile, k_tile, window)
 
     def row(index: jax.Array, done: Partial) -> Partial:
         q_start = index * q_tile
         q_part = lax.dynamic_slice_in_dim(q, q_start, q_tile, axis=2)
         q_at = lax.dynamic_slice_in_dim(q_positions, q_start, q_tile, axis=1)
 
-        def tile(done: Partial, k_start: jax.Array) -> tuple[Partial, None]:
+        def tile(done: Partial, column: jax.Array) -> tuple[Partial, None]:
+            k_start = column * k_tile
             k_part, v_part = (lax.dynamic_slice_in_dim(x, k_start, k_tile, axis=2) for x in (k, v))
             k_at = lax.dynamic_slice_in_dim(k_positions, k_start, k_tile, axis=1)
 
             def compute(done: Partial) -> Partial:
                 return merge(done, _attend_tile(q_part, k_part, v_part, q_at, k_at, window, scale))
 
-            return lax.cond(visible(q_at, k_at, window).any(), compute, lambda done: done, done), None
+            return lax.cond(seen[index, column], compute, lambda done: done, done), None
 
-        part = lax.scan(tile, nothing, jnp.arange(0, k.shape[2], k_tile))[0]
+        part = lax.scan(tile, nothing, jnp.arange(k.shape[2] // k_tile))[0]
         return Partial(
             *(lax.dynamic_update_slice_in_dim(x, y, q_start, axis=2) for x, y in zip(done, part, strict=True))
         )

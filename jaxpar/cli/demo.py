@@ -38,7 +38,7 @@ def demo(
     model: Annotated[
         str, typer.Argument(metavar="MODEL", help="Any model; the bundled one is small enough for two minutes.")
     ] = "tiny",
-    mesh: Annotated[str, typer.Option(help="The mesh, faked on a CPU.")] = "dp=2,tp=4",
+    mesh: Annotated[str, typer.Option(help="The mesh, faked on a CPU.")] = "dp=2,cp=2,tp=2",
     json: Json = False,
 ) -> None:
     """Run the main job on the bundled model, in under two minutes.

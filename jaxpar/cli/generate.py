@@ -11,21 +11,21 @@ import typer
 
 from jaxpar.cli.completions import Timer, completion_json, echo, print_completions, token_table
 from jaxpar.cli.options import (
-    Chunk,
     Dtype,
     Json,
     Mesh,
     Model,
-    PageSize,
     Platform,
     PromptFile,
     Prompts,
     TokenIds,
 )
 from jaxpar.cli.output import ERR, OUT, print_json, progress
+from jaxpar.cli.plan_options import takes_plan
 from jaxpar.cli.prompts import chat_prompts, read_prompts
 
 
+@takes_plan
 def generate(
     model: Model,
     mesh: Mesh = "tp=1",
@@ -47,9 +47,8 @@ def generate(
     ] = None,
     logprobs: Annotated[bool, typer.Option("--logprobs", help="Print each token with its log-probability.")] = False,
     dtype: Dtype = None,
-    chunk: Chunk = 512,
-    page_size: PageSize = 16,
-    max_num_seqs: Annotated[int, typer.Option(help="Most prompts that a replica runs at once.")] = 64,
+    *,
+    plan: dict[str, Any],
     platform: Platform = None,
     profile: Annotated[
         Path | None,
@@ -78,7 +77,6 @@ def generate(
     ids = encode_prompts(checkpoint, wanted, max_new_tokens, places)
 
     options = asdict(sampling)
-    plan = {"dtype": dtype, "chunk": chunk, "page_size": page_size, "max_num_seqs": max_num_seqs}
     # One text alone can appear as it comes: those of several prompts would be mixed up.
     streamed = sys.stdout.isatty() and len(ids) == 1 and not (json or logprobs) and checkpoint.tokenizer is not None
     with progress(f"Loading {model}") as status:
@@ -87,7 +85,7 @@ def generate(
 
         if profile is not None:
             check_writable(profile)
-        runner = load(checkpoint, preset or spec, platform, **plan)
+        runner = load(checkpoint, preset or spec, platform, dtype=dtype, **plan)
         if profile is not None:
             status.say("Compiling: a first run, which is not profiled")
             collect(runner.stream(ids, **options), len(ids))

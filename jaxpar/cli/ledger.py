@@ -6,10 +6,12 @@ from typing import Annotated, Any
 
 import typer
 
-from jaxpar.cli.options import Chunk, Json, Mesh, PageSize, Platform
+from jaxpar.cli.options import Json, Mesh, Platform
 from jaxpar.cli.output import OUT, print_json, progress
+from jaxpar.cli.plan_options import takes_plan
 
 
+@takes_plan
 def ledger(
     model: Annotated[
         str, typer.Argument(metavar="MODEL", help="Model directory, config.json, GGUF file, or a bundled model's name.")
@@ -18,13 +20,13 @@ def ledger(
     phase: Annotated[str, typer.Option(help="prefill or decode.")] = "decode",
     batch: Annotated[int, typer.Option(help="Requests in all.")] = 8,
     context: Annotated[int, typer.Option(help="Tokens of each request: prefilled, or cached when decoding.")] = 1024,
-    chunk: Chunk = 512,
-    page_size: PageSize = 16,
     dtype: Annotated[str | None, typer.Option(help="float32, bfloat16 or float16; default: the model's own.")] = None,
     sampled: Annotated[bool, typer.Option(help="Count drawing by temperature, top-k and top-p.")] = False,
     compile_: Annotated[
         bool, typer.Option("--compile/--no-compile", help="Ask the compiler for temporaries and collectives.")
     ] = True,
+    *,
+    plan: dict[str, Any],
     platform: Platform = None,
     json: Json = False,
 ) -> None:
@@ -38,17 +40,19 @@ def ledger(
     from jaxpar.ledger.render import render
     from jaxpar.ledger.report import make_ledger, make_steps
     from jaxpar.presets import resolve_mesh
+    from jaxpar.registry import chosen
     from jaxpar.runner import make_plan
 
     config = open_checkpoint(model_dir(model)).config
     spec, preset = resolve_mesh(mesh)
-    fields: dict[str, Any] = {"chunk": chunk, "page_size": page_size, "dtype": dtype or config.dtype}
-    plan = make_plan(spec, fields | ({"experts_over": preset.experts_over} if preset else {}))
-    plan.check_runnable()
-    make_steps(config, plan, phase, batch, context)  # type: ignore[arg-type]  # it checks the phase
+    fields = plan | {"dtype": dtype or config.dtype}
+    planned = make_plan(spec, fields | ({"experts_over": preset.experts_over} if preset else {}))
+    planned.check_runnable()
+    for step in make_steps(config, planned, phase, batch, context):  # type: ignore[arg-type]  # it checks the phase
+        chosen(step)
     devices = make_mesh(spec, ensure_devices(spec, platform)) if compile_ else None
     with progress(f"{'Compiling' if compile_ else 'Tracing'} for {spec}"):
-        counted = make_ledger(config, plan, phase, batch, context, devices, sampled)  # type: ignore[arg-type]
+        counted = make_ledger(config, planned, phase, batch, context, devices, sampled)  # type: ignore[arg-type]
     if json:
         print_json(counted.to_json())
     else:

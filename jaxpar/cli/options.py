@@ -13,8 +13,6 @@ Platform = Annotated[str | None, typer.Option(help="cpu, gpu or tpu; default: an
 Dtype = Annotated[
     str | None, typer.Option(help="float32, bfloat16 or float16; default: float32 on a CPU, else bfloat16.")
 ]
-Chunk = Annotated[int, typer.Option(help="Most tokens of a prompt that one prefill step takes.")]
-PageSize = Annotated[int, typer.Option(help="Tokens of a KV cache page.")]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document.")]
 
 Prompts = Annotated[list[str] | None, typer.Option("--prompt", metavar="TEXT", help="A prompt; repeat it for several.")]

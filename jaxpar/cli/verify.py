@@ -11,18 +11,17 @@ import typer
 from rich.console import Group
 
 from jaxpar.cli.options import (
-    Chunk,
     Dtype,
     Json,
     Mesh,
     Model,
-    PageSize,
     Platform,
     PromptFile,
     Prompts,
     TokenIds,
 )
 from jaxpar.cli.output import OUT, print_json, progress, table
+from jaxpar.cli.plan_options import takes_plan
 from jaxpar.cli.prompts import builtin_prompts, read_prompts
 from jaxpar.errors import RequestError
 
@@ -36,6 +35,7 @@ if TYPE_CHECKING:
 RESULT_COLUMNS = ("max |difference|", "logits compared", "wrong tokens", "ties")
 
 
+@takes_plan
 def verify(
     model: Model,
     mesh: Mesh,
@@ -50,8 +50,8 @@ def verify(
         ),
     ] = None,
     dtype: Dtype = None,
-    chunk: Chunk = 512,
-    page_size: PageSize = 16,
+    *,
+    plan: dict[str, Any],
     platform: Platform = None,
     json: Json = False,
 ) -> None:
@@ -76,12 +76,11 @@ def verify(
     # Each replica gets one at least: a rank without a prompt proves nothing.
     prompts = prompts or builtin_prompts(checkpoint.config, max(4, spec.dp * spec.ep), max_new_tokens)
     ids = encode_prompts(checkpoint, prompts, max_new_tokens, places)
-    plan = {"dtype": dtype, "chunk": chunk, "page_size": page_size}
 
     with progress(f"Loading {model}") as status:
         from jaxpar.verify import verify as compare
 
-        runner, single = load_both(checkpoint, preset or spec, platform, plan)
+        runner, single = load_both(checkpoint, preset or spec, platform, plan | {"dtype": dtype})
         verification = compare(runner, single, ids, max_new_tokens, tolerance, status.say)
     if json:
         document = {"model": model, "mesh": spec.sizes, "dtype": runner.plan.dtype, "prompts": ids}

@@ -13,7 +13,7 @@ from jaxpar.tables import human_bytes, table
 def render(ledger: Ledger, preset: Preset | None = None) -> Group:
     """Traffic, FLOPs and memory of one rank; `preset` adds what its device offers."""
     parts: list[RenderableType] = [Text(_headline(ledger)), "", _steps(ledger), "", _traffic(ledger), ""]
-    parts += [_flops(ledger), "", _memory(ledger, preset), "", Text(_verdict(ledger))]
+    parts += [_flops(ledger), "", *_work(ledger), _memory(ledger, preset), "", Text(_verdict(ledger))]
     return Group(*parts)
 
 
@@ -67,6 +67,19 @@ def _traffic(ledger: Ledger) -> RenderableType:
 def _flops(ledger: Ledger) -> RenderableType:
     rows = [(name, f"{count:.4g}") for name, count in ledger.flops.items()]
     return table("FLOPs", ("sublayer", "FLOPs"), [*rows, ("total", f"{sum(ledger.flops.values()):.4g}")])
+
+
+def _work(ledger: Ledger) -> list[RenderableType]:
+    work = ledger.work
+    if work is None or ledger.plan.mesh.cp == 1:
+        return []
+    rows = [(rank, *pairs) for rank, pairs in enumerate(zip(work.seen, work.computed, strict=True))]
+    title = f"Attention of a request, pairs of query and key, layout {ledger.plan.layout}"
+    summary = (
+        f"The slowest rank sees {work.imbalance:.4g} times the mean. Tiles compute {work.excess:.4g} times the pairs "
+        f"that queries see; the FLOPs above count all tiles, as if none were left out."
+    )
+    return [table(title, ("rank of cp", "seen", "computed"), rows, left=0), Text(summary), ""]
 
 
 def _memory(ledger: Ledger, preset: Preset | None) -> RenderableType:

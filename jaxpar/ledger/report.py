@@ -27,6 +27,7 @@ from jaxpar.ledger.hlo import parse_collectives
 from jaxpar.ledger.predict import local_bytes, predict_flops, predict_traffic
 from jaxpar.ledger.trace import trace_traffic
 from jaxpar.ledger.traffic import Traffic, compare, merge, times
+from jaxpar.ledger.work import Work, prefill_work
 from jaxpar.plan import PHASES, Phase, Plan
 from jaxpar.program import Programs
 from jaxpar.strategies import Step
@@ -64,8 +65,8 @@ class Ledger:
 
     `steps` are those of different sizes, in order. Sizes are those that the engine runs: lanes, tokens, page tables and
     the pool of `pages` pages are rounded up. `cache_bytes` is the pool that a rank holds, `needed_cache_bytes` the part
-    that the tokens asked for need. `compiled` is the largest step as the compiler made it, None where nothing was
-    compiled.
+    that the tokens asked for need. `work` is that of a prefill's attention. `compiled` is the largest step as the
+    compiler made it, None where nothing was compiled.
     """
 
     plan: Plan
@@ -77,6 +78,7 @@ class Ledger:
     weight_bytes: int
     cache_bytes: int
     needed_cache_bytes: int
+    work: Work | None
     compiled: Compiled | None
 
     @property
@@ -120,6 +122,7 @@ class Ledger:
             "cache_pages": self.pages,
             "cache_bytes": self.cache_bytes,
             "needed_cache_bytes": self.needed_cache_bytes,
+            "attention_work": self.work and asdict(self.work),
             "compiled": self.compiled and asdict(self.compiled),
         }
 
@@ -140,8 +143,8 @@ def _step_json(part: StepLedger) -> dict[str, Any]:
 
 def make_steps(
     config: ModelConfig, plan: Plan, phase: Phase, batch: int, seq: int, sampled: bool = False
-) -> dict[Step, int]:
-    """The different steps that `batch` requests of `seq` tokens take, and how often each runs.
+) -> list[Step]:
+    """The steps that `batch` requests of `seq` tokens take, in order.
 
     Raises:
         PlanError: an unknown phase, numbers below 1, or more tokens than the model's context.
@@ -160,10 +163,10 @@ def make_steps(
     sizes = [(1, seq)]
     if phase == "prefill":
         sizes = [(local_tokens(size, plan), min(offset + size, seq)) for offset, size in prefill_chunks(seq, plan)]
-    return Counter(
+    return [
         Step(config, plan, phase, lanes, tokens, _keys(phase, seq, stored, plan), sampled=sampled)
         for tokens, stored in sizes
-    )
+    ]
 
 
 def _most(phase: Phase, seq: int, stored: int, plan: Plan) -> int:
@@ -204,7 +207,7 @@ def make_ledger(
     requests = -(-batch // (plan.mesh.dp * plan.mesh.ep))
     held = _most(phase, seq, seq, plan)
     pages = pool_size(requests * pages_of(held, plan))
-    counted = [_count(programs, step, count, pages) for step, count in steps.items()]
+    counted = [_count(programs, step, count, pages) for step, count in Counter(steps).items()]
     weights, cache, _ = programs.abstract_arguments(counted[0].step, pages)
     cache_bytes = local_bytes(cache.planes, programs.cache_specs().planes, sizes)
     largest = max(counted, key=lambda part: part.step.tokens * part.step.keys)
@@ -217,6 +220,7 @@ def make_ledger(
         pages=pages,
         weight_bytes=local_bytes(weights, programs.weight_specs, sizes),
         cache_bytes=cache_bytes,
+        work=prefill_work(steps, seq) if phase == "prefill" else None,
         needed_cache_bytes=cache_bytes // (pages * plan.page_size) * requests * held,
         compiled=_compile(programs, mesh, largest, pages) if isinstance(mesh, Mesh) else None,
     )

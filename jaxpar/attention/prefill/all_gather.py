@@ -58,4 +58,5 @@ STRATEGY = Strategy(
     check=check,
     flops=flops,
     prepare=prepare,
+    block=lambda step: (1, step.plan.mesh.cp),
 )

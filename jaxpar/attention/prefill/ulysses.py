@@ -123,4 +123,5 @@ STRATEGY = Strategy(
     check=check,
     flops=flops,
     prepare=prepare,
+    block=lambda step: (step.plan.mesh.cp, step.plan.mesh.cp),
 )

@@ -93,4 +93,5 @@ STRATEGY = Strategy(
     check=check,
     flops=flops,
     prepare=prepare,
+    block=lambda step: (inner_degree(step.plan, step.heads.kv_local),) * 2,
 )

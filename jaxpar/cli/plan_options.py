@@ -1,0 +1,53 @@
+"""The options that say how a model runs, one for each field of the plan, the same for every command that runs one."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from dataclasses import fields
+from typing import Annotated, Any
+
+import typer
+
+from jaxpar.plan import Plan
+
+_HELP: dict[str, str] = {
+    "layout": "How cp splits a prompt: striped, zigzag or contiguous.",
+    "cp_interleave": "Positions that follow one another on a rank of cp.",
+    "prefill_attention": "auto, ring, ring_q, all_gather, ulysses or usp, over cp.",
+    "ulysses_degree": "Of usp: how much of cp is Ulysses; 0: as much as KV heads allow.",
+    "decode_attention": "auto, ag_rs, a2a, q_replicated or helix, over cp.",
+    "decode_overlap": "Parts in which decode attention takes the requests.",
+    "sequence_parallel": "Split the residual stream over tp along its tokens.",
+    "chunk": "Most tokens of a prompt that one prefill step takes.",
+    "page_size": "Tokens of a KV cache page.",
+    "max_num_seqs": "Most prompts that a replica runs at once.",
+}
+"""Help for each field that is an option; the mesh, the dtype and what has a single value so far are none."""
+
+
+def takes_plan(command: Callable[..., None]) -> Callable[..., None]:
+    """Give `command` the options of the plan, which it takes as a dictionary `plan`, where that parameter stands."""
+    defaults = {field.name: field.default for field in fields(Plan)}
+    signature = inspect.signature(command, eval_str=True)
+    parameters: list[inspect.Parameter] = []
+    for parameter in signature.parameters.values():
+        if parameter.name != "plan":
+            parameters.append(parameter)
+            continue
+        for name, text in _HELP.items():
+            default = defaults[name]
+            flags = [f"--{name.replace('_', '-')}"] if isinstance(default, bool) else []
+            kind = Annotated[type(default), typer.Option(*flags, help=text)]  # type: ignore[valid-type]
+            parameters.append(inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=kind))
+
+    @functools.wraps(command)
+    def with_options(**given: Any) -> None:
+        plan = {name: given.pop(name) for name in _HELP}
+        command(**given, plan=plan)
+
+    ordered = [parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY) for parameter in parameters]
+    with_options.__signature__ = signature.replace(parameters=ordered)  # type: ignore[attr-defined]
+    with_options.__annotations__ = {parameter.name: parameter.annotation for parameter in ordered}
+    return with_options
