@@ -177,5 +177,5 @@ class Plan:
             if size > 1 and axis not in RUNNABLE_AXES:
                 raise PlanError(
                     f"{axis}={size}: running with {axis} > 1 is not there yet; "
-                    f"use {' and '.join(RUNNABLE_AXES)} (`jaxpar mesh` shows any mesh)"
+                    f"use {', '.join(RUNNABLE_AXES[:-1])} and {RUNNABLE_AXES[-1]} (`jaxpar mesh` shows any mesh)"
                 )

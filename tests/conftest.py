@@ -44,6 +44,26 @@ def fresh_python(tmp_path: Path) -> Callable[..., str]:
     return run
 
 
+@pytest.fixture
+def unwritten_pages_are_nan(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every cache begins as NaN, so that a page which nobody wrote cannot be read without showing."""
+    import jax.numpy as jnp
+    import numpy as np
+
+    from jaxpar.attention.cache import Cache
+    from jaxpar.program import Programs
+
+    empty = Programs.empty_cache
+
+    def nan_cache(programs: Programs, pages: int) -> Cache:
+        return jax.tree.map(fill, empty(programs, pages))
+
+    def fill(x: jax.Array) -> jax.Array:
+        return jax.device_put(np.full(x.shape, np.nan, x.dtype), x.sharding) if x.dtype != jnp.int32 else x
+
+    monkeypatch.setattr(Programs, "empty_cache", nan_cache)
+
+
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     """Say how far from a tie the tokens were that tests compared, so that "equal" is known to mean something."""
     margins = [

@@ -92,26 +92,28 @@ def open_session(
     return Session(runner.programs, runner.weights, prompts, capacity, params)
 
 
-def rank_logits(runner: Runner, prompts: Sequence[Sequence[int]]) -> Iterator[tuple[int, int, int, slice, np.ndarray]]:
+def rank_logits(
+    runner: Runner, prompts: Sequence[Sequence[int]]
+) -> Iterator[tuple[int, int, np.ndarray, slice, np.ndarray]]:
     """Prefill `prompts`, and give what every rank holds of their logits.
 
-    Yields (rank, request, offset, ids, logits): logits of the request's tokens from `offset` on, for the vocabulary
-    ids of the rank's slice; padded ids are cut off after it is checked that they are -inf.
+    Yields (rank, request, tokens, ids, logits): logits of those tokens of the request, for the vocabulary ids of the
+    rank's slice; padded ids are cut off after it is checked that they are -inf.
     """
     session = open_session(runner, prompts, 0)
     ranks = {device: rank for rank, device in enumerate(runner.programs.mesh.devices.flat)}
     for chunk in session.prefill(logits=True):
         logits = chunk.output.logits
         for shard in logits.addressable_shards:
-            lanes, _, ids = (range(*s.indices(n)) for s, n in zip(shard.index, logits.shape, strict=True))
+            lanes, columns, ids = (range(*s.indices(n)) for s, n in zip(shard.index, logits.shape, strict=True))
             held, real = np.asarray(shard.data), max(runner.config.vocab_size - ids.start, 0)
             assert np.isneginf(held[:, :, real:]).all()
-            for request, prompt in enumerate(prompts):
-                tokens = min(len(prompt) - chunk.offset, chunk.tokens)
-                if session.lane(request) in lanes and tokens > 0:
-                    mine = held[lanes.index(session.lane(request)), :tokens, :real]
-                    at = slice(ids.start, ids.start + mine.shape[1])
-                    yield ranks[shard.device], request, chunk.offset, at, mine
+            for request, at in enumerate(chunk.columns):
+                mine = np.flatnonzero((at >= columns.start) & (at < columns.stop))
+                if session.lane(request) in lanes and len(mine):
+                    part = held[lanes.index(session.lane(request)), at[mine] - columns.start, :real]
+                    here = slice(ids.start, ids.start + part.shape[1])
+                    yield ranks[shard.device], request, chunk.offset + mine, here, part
 
 
 def rank_tokens(

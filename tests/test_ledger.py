@@ -150,7 +150,7 @@ def test_the_compiler_leaves_the_collectives_of_float32_alone_and_promotes_those
         (("train", 1, 16), "phase='train' is unknown: use prefill or decode"),
         (("decode", 0, 16), "batch=0: it must be at least 1"),
         (("decode", 1, 0), "context=0: it must be at least 1"),
-        (("prefill", 1, 8193), "context=8193 is more than the model's 8192 positions"),
+        (("prefill", 1, 8193), "8193 tokens of a request are more than the model's 8192 positions"),
     ],
 )
 def test_a_step_that_cannot_be_is_refused_with_the_numbers(arguments: tuple[str, int, int], message: str) -> None:
@@ -191,6 +191,6 @@ def test_a_closed_form_that_is_wrong_is_named_and_ends_with_status_1(monkeypatch
 
 
 def test_an_axis_that_does_not_run_yet_is_refused_by_name() -> None:
-    done = run("ledger", "llama-3-70b", "--mesh", "sglang-16")
+    done = run("ledger", "llama-3-70b", "--mesh", "pp=2,tp=2")
     assert done.status == 2
-    assert done.err.startswith("jaxpar: cp=4: running with cp > 1 is not there yet")
+    assert done.err.startswith("jaxpar: pp=2: running with pp > 1 is not there yet")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -11,10 +12,11 @@ from hypothesis import strategies as st
 
 from jaxpar.errors import PlanError
 from jaxpar.mesh import AXES, MeshSpec
-from jaxpar.plan import PHASES, Plan, Sublayer
+from jaxpar.plan import PHASES, Plan, Sublayer, SublayerName
 from jaxpar.runner import make_plan
 
 SPECS = st.builds(MeshSpec, **{axis: st.integers(1, 3) for axis in AXES})
+SUBLAYERS: tuple[SublayerName, ...] = ("attention", "ffn", "vocabulary")
 FULL = Plan(MeshSpec(pp=2, dp=2, ep=2, cp=2, tp=2))
 
 
@@ -39,44 +41,62 @@ def test_the_residual_stream_lies_where_its_tokens_do() -> None:
 
 def test_a_sublayer_enters_with_what_it_has_and_leaves_by_one_sum_over_tp() -> None:
     for phase in PHASES:
-        assert Plan(MeshSpec(dp=2, tp=4)).sublayer(phase) == Sublayer(gather=(), sum=("tp",), scatter=())
-        assert Plan(MeshSpec(dp=8)).sublayer(phase) == Sublayer(gather=(), sum=(), scatter=())
+        for name in SUBLAYERS:
+            assert Plan(MeshSpec(dp=2, tp=4)).sublayer(name, phase) == Sublayer(gather=(), scatter=(), sum=("tp",))
+            assert Plan(MeshSpec(dp=8)).sublayer(name, phase) == Sublayer(gather=(), scatter=(), sum=())
 
 
 def test_a_residual_stream_split_over_tp_turns_the_sum_into_a_gather_and_a_reduce_scatter() -> None:
     plan = Plan(MeshSpec(dp=2, tp=4), sequence_parallel=True)
     for phase in PHASES:
         assert plan.residual[phase] == ("dp", "tp")
-        assert plan.sublayer(phase) == Sublayer(gather=("tp",), sum=(), scatter=("tp",))
+        for name in SUBLAYERS:
+            assert plan.sublayer(name, phase) == Sublayer(gather=("tp",), scatter=("tp",), sum=())
 
 
-@given(SPECS)
-def test_no_part_of_a_plan_names_an_axis_of_size_1(spec: MeshSpec) -> None:
-    plan = Plan(spec)
-    named = {*plan.requests, *plan.width, *plan.stages, *plan.pages}
+def test_heads_lie_over_cp_and_tp_after_decode_attention_and_under_helix_so_does_the_ffn() -> None:
+    plan = Plan(MeshSpec(dp=2, cp=2, tp=2))
+    widths = {name: plan.width_of(name, "decode") for name in SUBLAYERS}
+    assert widths == {"attention": ("cp", "tp"), "ffn": ("tp",), "vocabulary": ("tp",)}
+    assert replace(plan, decode_attention="helix").width_of("ffn", "decode") == ("cp", "tp")
+    for name in SUBLAYERS:
+        assert replace(plan, decode_attention="helix").width_of(name, "prefill") == ("tp",)
+    split = replace(plan, sequence_parallel=True).sublayer("attention", "decode")
+    assert split == Sublayer(gather=("tp",), scatter=("tp",), sum=("cp",))
+
+
+@given(SPECS, st.booleans())
+def test_no_part_of_a_plan_names_an_axis_of_size_1(spec: MeshSpec, sequence_parallel: bool) -> None:
+    plan = Plan(spec, sequence_parallel=sequence_parallel)
+    named = {*plan.requests, *plan.width, *plan.stages, *plan.pages, *plan.sequence}
     for phase in PHASES:
-        sublayer = plan.sublayer(phase)
-        named |= {*plan.tokens(phase), *plan.residual[phase], *sublayer.gather, *sublayer.sum, *sublayer.scatter}
+        named |= {*plan.tokens(phase), *plan.residual[phase], *plan.slices(phase)}
+        for name in SUBLAYERS:
+            sublayer = plan.sublayer(name, phase)
+            named |= {*sublayer.gather, *sublayer.scatter, *sublayer.sum}
     assert all(spec.sizes[axis] > 1 for axis in named)
 
 
-@given(SPECS)
-def test_partial_sums_leave_a_sublayer_over_the_width_and_nothing_else(spec: MeshSpec) -> None:
-    plan = Plan(spec)
+@given(SPECS, st.booleans(), st.sampled_from(["auto", "helix"]))
+def test_partial_sums_leave_a_sublayer_over_its_width_and_nothing_else(
+    spec: MeshSpec, sequence_parallel: bool, decode: str
+) -> None:
+    plan = Plan(spec, sequence_parallel=sequence_parallel, decode_attention=decode)
     for phase in PHASES:
-        sublayer = plan.sublayer(phase)
-        assert {*sublayer.sum, *sublayer.scatter} == set(plan.width)
-        assert not {*sublayer.sum} & {*sublayer.scatter}
+        for name in SUBLAYERS:
+            sublayer = plan.sublayer(name, phase)
+            assert {*sublayer.sum, *sublayer.scatter} == set(plan.width_of(name, phase))
+            assert not {*sublayer.sum} & {*sublayer.scatter}
 
 
-@pytest.mark.parametrize("axis", ["pp", "ep", "cp"])
+@pytest.mark.parametrize("axis", ["pp", "ep"])
 def test_running_with_an_axis_that_is_not_there_yet_is_refused_by_name(axis: str) -> None:
-    with pytest.raises(PlanError, match=f"^{axis}=2: running with {axis} > 1 is not there yet; use dp and tp"):
+    with pytest.raises(PlanError, match=f"^{axis}=2: running with {axis} > 1 is not there yet; use dp, cp and tp"):
         Plan(MeshSpec.from_sizes({axis: 2, "tp": 2})).check_runnable()
 
 
-def test_dp_and_tp_run_and_so_do_axes_of_size_1() -> None:
-    Plan(MeshSpec(pp=1, dp=3, ep=1, cp=1, tp=5)).check_runnable()
+def test_dp_cp_and_tp_run_and_so_do_axes_of_size_1() -> None:
+    Plan(MeshSpec(pp=1, dp=3, ep=1, cp=2, tp=5)).check_runnable()
 
 
 @pytest.mark.parametrize(
@@ -90,7 +110,10 @@ def test_dp_and_tp_run_and_so_do_axes_of_size_1() -> None:
         ({"dtype": np.dtype("float32")}, "dtype=dtype('float32') is unknown: use one of float32, bfloat16, float16"),
         ({"chunk": None}, "chunk=None: it must be a whole number of at least 1"),
         ({"all_reduce": []}, "all_reduce=[]: give a strategy's name, such as 'psum'"),
-        ({"prefill_attention": 3}, "prefill_attention=3: give a strategy's name, such as 'local'"),
+        ({"prefill_attention": 3}, "prefill_attention=3: give a strategy's name, such as 'auto'"),
+        ({"layout": "ring"}, "layout='ring' is not a layout: use one of contiguous, zigzag, striped"),
+        ({"ulysses_degree": -1}, "ulysses_degree=-1: it must be a whole number of at least 0"),
+        ({"decode_overlap": 0}, "decode_overlap=0: it must be a whole number of at least 1"),
         ({"sequence_parallel": "no"}, "sequence_parallel='no': it must be True or False"),
         ({"experts_over": ("pp",)}, "experts over 'pp': a pipeline stage keeps its own experts; use axes out of dp"),
         ({"experts_over": "ep,ep"}, "experts over 'ep,ep': axis ep is given twice"),

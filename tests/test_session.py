@@ -154,7 +154,7 @@ def batches(runner: Runner, phase: Phase) -> Iterator[StepBatch]:
         )
         table = np.asarray([[2, 0, 1], [-1, -1, -1]], np.int32)
         tokens = rng.integers(0, runner.config.vocab_size, (2, size)).astype(np.int32)
-        yield StepBatch(tokens, positions, start, table, np.full(2, size - 1, np.int32), options)
+        yield StepBatch(tokens, positions, start[:, None], table, np.full(2, size - 1, np.int32), options)
 
 
 @pytest.mark.parametrize("kind", [{}, {"sampled": True}, {"logits": True}], ids=["greedy", "sampled", "logits"])

@@ -300,7 +300,8 @@ def test_one_device_sends_nothing() -> None:
     [
         (Plan(mesh=MeshSpec(tp=8)), TIED, "tp=8 stores copies of the 4 KV heads.* tp up to 4"),
         (Plan(mesh=MeshSpec(dp=3)), TIED, "batch=4 does not split over dp=3"),
-        (Plan(mesh=MeshSpec(cp=2)), TIED, "cp=2"),
+        (Plan(mesh=MeshSpec(cp=2)), TIED, "^cp=2: training keeps sequences whole"),
+        (Plan(mesh=MeshSpec(tp=2), sequence_parallel=True), TIED, "^sequence_parallel: training keeps sequences whole"),
         (Plan(dtype="bfloat16"), TIED, "dtype=bfloat16.* float32"),
     ],
 )

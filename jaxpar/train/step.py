@@ -59,7 +59,8 @@ class TrainPrograms:
         if settings.batch % replicas:
             raise PlanError(f"batch={settings.batch} does not split over dp={replicas}: use a multiple of {replicas}")
         if plan.mesh.cp > 1 or plan.sequence_parallel:
-            raise PlanError("training keeps sequences whole: use dp and tp, without cp and sequence_parallel")
+            given = f"cp={plan.mesh.cp}" if plan.mesh.cp > 1 else "sequence_parallel"
+            raise PlanError(f"{given}: training keeps sequences whole on a rank; use dp and tp alone")
         self._shape = Step(config, plan, "prefill", settings.batch // replicas, settings.length, settings.length)
         forward = chosen(self._shape)
         self._embedding, self._head, self._all_reduce = (forward[name] for name in ("embedding", "head", "all_reduce"))
