@@ -63,16 +63,15 @@ def deal(layout: str, first: int, count: int, ranks: int, interleave: int = 1) -
 
 def local_length(layout: str, count: int, ranks: int, interleave: int = 1) -> int:
     """The most tokens that one rank holds of a chunk of up to `count`, wherever the chunk begins."""
-    if layout == "striped":
-        # Where it begins within a stripe matters; in which stripe does not.
-        return max(len(held) for first in range(interleave) for held in deal(layout, first, count, ranks, interleave))
-    return max(len(held) for held in deal(layout, 0, count, ranks))
+    # A chunk that begins with a stripe gives that stripe's rank as much as any chunk of its length gives a rank.
+    return max(len(held) for held in deal(layout, 0, count, ranks, interleave))
 
 
-def causal_work(held: list[np.ndarray]) -> np.ndarray:
+def causal_work(held: list[np.ndarray], window: int | None = None) -> np.ndarray:
     """Pairs of a query and a key that it sees, [ranks, ring steps]; at step s rank r has the keys of rank r - s.
 
-    `held` are the positions of each rank. The sum over all is S(S+1)/2; the largest row is the slowest rank.
+    `held` are the positions of each rank. The sum over all S positions is S(S+1)/2; the largest row is the slowest
+    rank. With a sliding `window` W a query sees the W latest keys, its own among them: query - key < W.
     """
     ranks = len(held)
     work = np.zeros((ranks, ranks), np.int64)
@@ -80,4 +79,6 @@ def causal_work(held: list[np.ndarray]) -> np.ndarray:
         for step in range(ranks):
             keys = np.sort(held[(rank - step) % ranks])
             work[rank, step] = np.searchsorted(keys, queries, side="right").sum()
+            if window is not None:
+                work[rank, step] -= np.searchsorted(keys, queries - window, side="right").sum()
     return work

@@ -16,7 +16,7 @@ from sample_models import open_session, write_model
 
 import jaxpar
 from jaxpar.engine.lanes import assign
-from jaxpar.engine.sizes import bucket, lanes_of, pool_size
+from jaxpar.engine.sizes import lanes_of
 from jaxpar.mesh import MeshSpec
 from jaxpar.plan import PHASES, Phase, Plan
 from jaxpar.program import Programs, StepBatch
@@ -42,25 +42,6 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 # Lanes and pages
-
-
-@given(st.integers(1, 10**6))
-def test_sizes_are_rounded_up_to_a_power_of_two(n: int) -> None:
-    size = bucket(n)
-    assert size & (size - 1) == 0
-    assert n <= size < 2 * n
-
-
-@given(st.integers(1, 10**6))
-def test_a_pool_of_pages_is_at_most_an_eighth_larger_than_what_it_holds(n: int) -> None:
-    assert n <= pool_size(n) <= n + n // 8
-
-
-@given(st.integers(1, 10**4), st.integers(1, 4))
-def test_lanes_are_as_many_as_requests_up_to_the_next_size(requests: int, dp: int) -> None:
-    lanes, each = lanes_of(requests, Plan(MeshSpec(dp=dp))), -(-requests // dp)
-    assert each <= lanes < max(2 * each, each + 8)
-    assert lanes in (1, 2, 4) or lanes % 8 == 0
 
 
 @given(st.lists(st.integers(1, 50), min_size=1, max_size=17), st.integers(1, 4), st.integers(1, 16))

@@ -1,0 +1,99 @@
+"""The sizes of steps: what requests are rounded up to, and how much of a request each rank of cp has."""
+
+from __future__ import annotations
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from jaxpar.engine.sizes import bucket, lanes_of, local_tokens, pool_size, prefill_chunks, stored_by_rank
+from jaxpar.layout import LAYOUTS, deal
+from jaxpar.mesh import MeshSpec
+from jaxpar.plan import Plan
+
+plans = st.builds(
+    lambda cp, layout, interleave, chunk: Plan(MeshSpec(cp=cp), layout=layout, cp_interleave=interleave, chunk=chunk),
+    st.integers(1, 7),
+    st.sampled_from(LAYOUTS),
+    st.integers(1, 9),
+    st.integers(1, 40),
+)
+
+
+def stored_one_by_one(prompt: int, stored: int, plan: Plan) -> list[int]:
+    """Tokens on each rank when chunks of the prompt are dealt, and then each decoded token goes to its owner."""
+    held, ranks = [0] * plan.mesh.cp, plan.mesh.cp
+    prefilled = min(prompt, stored)
+    for first in range(0, prefilled, plan.chunk):
+        dealt = deal(plan.layout, first, min(plan.chunk, prefilled - first), ranks, plan.cp_interleave)
+        held = [before + len(tokens) for before, tokens in zip(held, dealt, strict=True)]
+    for position in range(prefilled, stored):
+        held[position // plan.cp_interleave % ranks] += 1
+    return held
+
+
+# Rounded up
+
+
+@given(st.integers(1, 10**6))
+def test_sizes_are_rounded_up_to_a_power_of_two(n: int) -> None:
+    size = bucket(n)
+    assert size & (size - 1) == 0
+    assert n <= size < 2 * n
+
+
+@given(st.integers(1, 10**6))
+def test_a_pool_of_pages_is_at_most_an_eighth_larger_than_what_it_holds(n: int) -> None:
+    assert n <= pool_size(n) <= n + n // 8
+
+
+@given(st.integers(1, 10**4), st.integers(1, 4))
+def test_lanes_are_as_many_as_requests_up_to_the_next_size(requests: int, dp: int) -> None:
+    lanes, each = lanes_of(requests, Plan(MeshSpec(dp=dp))), -(-requests // dp)
+    assert each <= lanes < max(2 * each, each + 8)
+    assert lanes in (1, 2, 4) or lanes % 8 == 0
+
+
+# Over cp
+
+
+@given(st.integers(1, 150), st.integers(0, 200), plans)
+def test_each_rank_stores_what_its_chunks_deal_it_and_the_decoded_tokens_it_owns(
+    prompt: int, stored: int, plan: Plan
+) -> None:
+    held = stored_by_rank(prompt, stored, plan)
+    assert held.sum() == stored
+    assert held.tolist() == stored_one_by_one(prompt, stored, plan)
+
+
+@given(st.integers(1, 150), st.integers(1, 150), plans)
+def test_no_rank_gets_more_of_a_step_than_its_local_tokens(longest: int, prompt: int, plan: Plan) -> None:
+    for first, size in prefill_chunks(longest, plan):
+        count = max(0, min(prompt - first, size))  # of a request that may have ended before
+        dealt = deal(plan.layout, first, count, plan.mesh.cp, plan.cp_interleave)
+        assert max(map(len, dealt)) <= local_tokens(size, plan)
+
+
+@given(st.integers(0, 150), plans)
+def test_local_tokens_are_the_fewest_that_serve_a_step_at_every_position(size: int, plan: Plan) -> None:
+    starts = range(plan.mesh.cp * plan.cp_interleave)
+    most = max(len(held) for at in starts for held in deal(plan.layout, at, size, plan.mesh.cp, plan.cp_interleave))
+    assert local_tokens(size, plan) == most
+
+
+@given(st.integers(1, 150), st.integers(1, 200), st.integers(1, 7), st.integers(1, 9), st.integers(1, 40))
+def test_striped_ranks_store_the_same_whatever_was_prefilled(
+    prompt: int, stored: int, cp: int, interleave: int, chunk: int
+) -> None:
+    plan = Plan(MeshSpec(cp=cp), layout="striped", cp_interleave=interleave, chunk=chunk)
+    np.testing.assert_array_equal(
+        stored_by_rank(prompt, stored, plan), [len(held) for held in deal("striped", 0, stored, cp, interleave)]
+    )
+
+
+def test_a_prompt_by_zigzag_and_then_decoded_tokens_by_position() -> None:
+    plan = Plan(MeshSpec(cp=4), layout="zigzag", chunk=16)
+    # 16 tokens deal 4 each and 3 more 1 each to ranks 0 to 2; 19 to 23 are decoded on ranks 3, 0, 1, 2 and 3.
+    assert stored_by_rank(19, 19, plan).tolist() == [5, 5, 5, 4]
+    assert stored_by_rank(19, 24, plan).tolist() == [6, 6, 6, 6]
+    assert stored_by_rank(19, 10, plan).tolist() == [3, 3, 2, 2]
