@@ -214,11 +214,16 @@ def test_groups_along_any_axes_of_any_mesh_are_named_back(data: st.DataObject) -
 
 @pytest.mark.parametrize(
     "groups",
-    [((0, 1), (2, 3), (4, 5), (6, 7)), ((0, 5), (1, 4), (2, 7), (3, 6)), ((0, 1, 2), (3,), (4, 5, 6), (7,))],
-    ids=["half an axis", "a diagonal", "groups of unequal size"],
+    [((0, 1, 4, 5), (2, 3, 6, 7)), ((0, 5), (1, 4), (2, 7), (3, 6)), ((0, 1, 2), (3,), (4, 5, 6), (7,))],
+    ids=["a part of two axes", "a diagonal", "groups of unequal size"],
 )
 def test_groups_that_are_no_axes_have_no_name(groups: tuple[tuple[int, ...], ...]) -> None:
     assert axes_of_groups(groups, {"dp": 2, "tp": 4}) is None
+
+
+def test_equal_parts_of_one_axis_are_named_by_it() -> None:
+    for groups in ((0, 1), (2, 3), (4, 5), (6, 7)), ((0, 2), (1, 3), (4, 6), (5, 7)):
+        assert axes_of_groups(groups, {"dp": 2, "tp": 4}) == ("tp",)
 
 
 def test_pairs_are_named_by_the_axes_along_which_they_move() -> None:

@@ -15,6 +15,7 @@ from sample_models import open_session, oracle_runner
 
 from jaxpar.assets import model_dir
 from jaxpar.checkpoint import ModelConfig, read_config
+from jaxpar.devices import ensure_devices, make_mesh
 from jaxpar.errors import PlanError
 from jaxpar.ledger.report import Ledger, make_ledger
 from jaxpar.ledger.traffic import Traffic
@@ -156,6 +157,108 @@ def test_the_compiler_leaves_the_collectives_of_float32_alone_and_promotes_those
 def test_a_step_that_cannot_be_is_refused_with_the_numbers(arguments: tuple[str, int, int], message: str) -> None:
     with pytest.raises(PlanError, match=message):
         make_ledger(LLAMA_70B, Plan(), *arguments)
+
+
+# Over cp
+
+WIDE = replace(
+    LLAMA_70B,
+    vocab_size=64,
+    hidden_size=32,
+    intermediate_size=32,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=4,
+    head_dim=32,
+    max_position_embeddings=2**15,
+    windows=(None, None),
+)
+"""Attention with next to nothing around it."""
+
+
+def temporaries(strategy: str, cp: int, seq: int = 8192) -> float:
+    """Of a prefill step on a rank, in sizes of all keys and values of a layer."""
+    spec = MeshSpec(cp=cp)
+    plan = Plan(spec, prefill_attention=strategy, chunk=seq)
+    compiled = make_ledger(WIDE, plan, "prefill", 1, seq, make_mesh(spec, ensure_devices(spec))).compiled
+    assert compiled is not None
+    assert compiled.changes == []
+    return compiled.temporary_bytes / (2 * 4 * seq * 32 * 4)
+
+
+def test_what_a_ring_needs_falls_as_1_over_cp_and_is_never_all_keys_and_values() -> None:
+    two, eight = temporaries("ring", 2), temporaries("ring", 8)
+    assert eight < 1
+    assert eight < 0.35 * two
+
+
+def test_what_a_gather_of_the_keys_needs_stays_above_all_keys_and_values() -> None:
+    two, eight = temporaries("all_gather", 2), temporaries("all_gather", 8)
+    assert eight > 1
+    assert eight > 0.6 * two
+
+
+def test_halves_of_cp_that_ulysses_exchanges_over_are_found_in_the_compiled_program() -> None:
+    assert temporaries("usp", 8, 1024) > 0
+
+
+@pytest.mark.parametrize(
+    ("layout", "seen"),
+    [("contiguous", [36, 100, 164, 228]), ("zigzag", [132] * 4), ("striped", [120, 128, 136, 144])],
+)
+def test_the_work_of_each_rank_is_that_of_its_queries(layout: str, seen: list[int]) -> None:
+    counted = make_ledger(WIDE, Plan(MeshSpec(cp=4), layout=layout), "prefill", 1, 32).work
+    assert counted is not None
+    assert counted.seen == seen
+    assert counted.imbalance == pytest.approx(max(seen) / 132)
+
+
+@pytest.mark.parametrize("strategy", ["ring", "ring_q", "all_gather", "ulysses", "usp"])
+@pytest.mark.parametrize("layout", ["zigzag", "striped"])
+def test_tiles_that_no_query_sees_are_left_out_so_that_five_percent_are_computed_in_vain(
+    layout: str, strategy: str
+) -> None:
+    plan = Plan(MeshSpec(cp=4), layout=layout, prefill_attention=strategy, chunk=2**15)
+    counted = make_ledger(WIDE, plan, "prefill", 1, 2**15).work
+    assert counted is not None
+    assert 1 <= counted.excess < 1.05
+    assert max(counted.computed) < 1.05 * sum(counted.computed) / 4
+
+
+def test_decode_over_cp_sends_the_same_however_long_the_context_is() -> None:
+    for strategy in ("ag_rs", "a2a", "q_replicated", "helix"):
+        plan = Plan(MeshSpec(cp=4), decode_attention=strategy)
+        short, long = (make_ledger(WIDE, plan, "decode", 4, seq) for seq in (64, 2**15))
+        assert short.traffic == long.traffic
+        assert short.cache_bytes * 2**9 == long.cache_bytes
+
+
+# Qwen3-235B-A22B on tp 4, cp 2, of which one layer's attention is counted: 64 query and 4 KV heads of 128, bfloat16.
+QWEN3_235B = replace(WIDE, hidden_size=4096, num_hidden_layers=1, num_attention_heads=64, head_dim=128, windows=(None,))
+KIB = 2**10
+
+
+def sent(sublayer: str, phase: str, batch: int, seq: int, **plan: Any) -> int:
+    spec = MeshSpec(cp=2, tp=4)
+    counted = make_ledger(QWEN3_235B, Plan(spec, dtype="bfloat16", chunk=seq, **plan), phase, batch, seq)
+    assert counted.differences == []
+    return sum(row.sent_bytes for row in counted.traffic if row.sublayer == sublayer and row.message_bytes > 4 * KIB)
+
+
+def test_decode_of_qwen3_235b_sends_256_kib_with_gathered_queries_and_128_without_beside_the_lse() -> None:
+    lse = 64 * 16 * 4
+    assert lse == 4 * KIB
+    by = {name: sent("decode_attention", "decode", 64, 64, decode_attention=name) for name in ("ag_rs", "a2a")}
+    # The LSE gathered is a row of its own, too small to be summed here; packed, half of it travels with the outputs.
+    assert by == {"ag_rs": 256 * KIB, "a2a": 256 * KIB + lse // 2}
+    for name in ("q_replicated", "helix"):
+        assert sent("decode_attention", "decode", 64, 64, decode_attention=name) == 128 * KIB + lse // 2
+
+
+def test_a_ring_of_qwen3_235b_sends_8_mib_a_layer_and_a_gather_of_its_keys_the_same() -> None:
+    positions = 32768 // 2 * 4
+    for name in ("ring", "all_gather"):
+        assert sent("prefill_attention", "prefill", 1, 32768, prefill_attention=name) == 8 * MIB + positions
 
 
 # The command

@@ -45,9 +45,14 @@ def parse_groups(attributes: str, devices: int) -> Groups:
 
 
 def axes_of_groups(groups: Groups, sizes: Mapping[str, int]) -> tuple[str, ...] | None:
-    """The mesh axes over which `groups` reduce or exchange: () for single ranks, None if no set of axes gives them."""
+    """The mesh axes over which `groups` reduce or exchange: () for single ranks, None if no set of axes gives them.
+
+    Groups that cut one axis into equal parts are named by it, as the jaxpr names `axis_index_groups`.
+    """
     axes, coordinates = _varying(groups, sizes)
     ranks = math.prod(sizes[axis] for axis in axes)
+    if len(axes) == 1 and {len(set(group)) for group in groups} == {len(group) for group in groups} == {len(groups[0])}:
+        ranks = len(groups[0])
     fixed = [position for position, axis in enumerate(sizes) if axis not in axes]
     for group in groups:
         if len(set(group)) != ranks or len(group) != ranks or np.ptp(coordinates[np.ix_(fixed, group)], axis=1).any():
