@@ -11,7 +11,19 @@ import pytest
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from jaxpar.collectives import all_max, all_min, all_sum, enter, gather_tokens, leave, scatter_sum, varying_axes
+from jaxpar.collectives import (
+    all_gather,
+    all_max,
+    all_min,
+    all_sum,
+    all_to_all,
+    enter,
+    leave,
+    pick_rows,
+    scatter_sum,
+    shift,
+    varying_axes,
+)
 from jaxpar.devices import abstract_mesh, ensure_devices, make_mesh
 from jaxpar.errors import PlanError
 from jaxpar.ledger.trace import count_collectives
@@ -19,7 +31,7 @@ from jaxpar.mesh import AXES, MeshSpec
 from jaxpar.plan import Sublayer
 
 Local = Callable[[jax.Array], jax.Array]
-COLLECTIVES = [all_sum, all_max, all_min, scatter_sum, gather_tokens]
+COLLECTIVES = [all_sum, all_max, all_min, scatter_sum, all_gather, shift]
 
 
 def trace(body: Local, spec: P, out: P, sizes: str = "dp=2,tp=4") -> jax.extend.core.ClosedJaxpr:
@@ -76,7 +88,7 @@ def test_a_reduce_scatter_then_a_gather_is_the_sum(mesh: str) -> None:
 
 def test_a_gather_lays_tokens_side_by_side_in_the_order_of_the_ranks() -> None:
     # The type of a gather's result varies over tp still, so every rank's copy comes out.
-    gathered = on_ranks(lambda x: gather_tokens(x, ("tp",)), "dp=2,tp=4", P(("dp", "tp")))
+    gathered = on_ranks(lambda x: all_gather(x, ("tp",)), "dp=2,tp=4", P(("dp", "tp")))
     rows = gathered.reshape(2, 4, 4, 4, 3)
     for dp in range(2):
         for tp in range(4):
@@ -85,9 +97,49 @@ def test_a_gather_lays_tokens_side_by_side_in_the_order_of_the_ranks() -> None:
 
 def test_a_sublayer_gathers_tokens_on_entering_and_scatters_their_sum_on_leaving() -> None:
     split = Sublayer(gather=("tp",), sum=(), scatter=("tp",))
-    doubled = on_ranks(lambda x: leave(enter(x, split), split, all_sum), "tp=4", P("tp"))
+    doubled = on_ranks(lambda x: leave(enter(x, split, 16), split, all_sum), "tp=4", P("tp"))
     # Four ranks gather the same tokens, and the sum of the four copies comes back.
     np.testing.assert_array_equal(doubled, on_ranks(lambda x: 4 * x, "tp=4", P("tp")))
+
+
+@pytest.mark.parametrize("tokens", [1, 2, 3, 13])
+def test_tokens_that_do_not_divide_are_filled_up_on_leaving_and_cut_on_entering(tokens: int) -> None:
+    split = Sublayer(gather=("tp",), sum=(), scatter=("tp",))
+
+    def body(x: jax.Array) -> jax.Array:
+        # Every rank has a part of the same `tokens` rows; their sum goes round, and comes back on every rank.
+        part = jnp.concatenate([x] * 4)[:tokens]
+        back = enter(leave(part, split, all_sum), split, tokens)
+        return jnp.pad(back, ((0, 16 - tokens), (0, 0))) - jnp.pad(all_sum(part, ("tp",)), ((0, 16 - tokens), (0, 0)))
+
+    assert (on_ranks(body, "tp=4", P("tp")) == 0).all()
+
+
+def test_a_row_is_picked_from_the_rank_that_holds_it() -> None:
+    rows = np.asarray([0, 3, 4, 13, 15])
+    picked = on_ranks(lambda x: pick_rows(x, jnp.asarray(rows), ("dp", "tp")), "dp=2,tp=2", P())
+    np.testing.assert_array_equal(picked[:, 0], 100 * (rows // 4) + 10 * (rows % 4))
+
+
+def test_a_shift_brings_what_the_previous_rank_has_also_within_groups() -> None:
+    moved = on_ranks(lambda x: shift(x, ("tp",)), "tp=4", P("tp"))
+    assert moved[::4, 0].tolist() == [300, 0, 100, 200]
+    moved = on_ranks(lambda x: shift(x, ("tp",), [[0, 2], [1, 3]]), "tp=4", P("tp"))
+    assert moved[::4, 0].tolist() == [200, 300, 0, 100]
+
+
+def test_an_all_to_all_gives_each_rank_its_part_of_every_rank_also_within_groups() -> None:
+    dealt = on_ranks(lambda x: all_to_all(x, ("tp",), 0, 1), "tp=4", P("tp"))
+    # Rank r has row r of every rank: its columns are those of rank 0, 1, 2 and 3.
+    assert dealt[:, ::3].tolist() == [[10 * r + 100 * rank for rank in range(4)] for r in range(4)]
+    dealt = on_ranks(lambda x: all_to_all(x, ("tp",), 0, 1, [[0, 1], [2, 3]]), "tp=4", P("tp"))
+    assert dealt[::2, ::3].tolist() == [[0, 100], [20, 120], [200, 300], [220, 320]]
+
+
+def test_an_all_to_all_of_copies_is_refused() -> None:
+    assert "all_to_all over tp of an array that is the same on every rank of tp" in refusal(
+        lambda x: all_to_all(x, ("tp",), 0, 1), P("dp")
+    )
 
 
 def test_a_sublayer_whose_tokens_are_not_split_leaves_by_the_plans_all_reduce() -> None:
@@ -97,7 +149,7 @@ def test_a_sublayer_whose_tokens_are_not_split_leaves_by_the_plans_all_reduce() 
         used.append(axes)
         return all_sum(x, axes)
 
-    left = on_ranks(lambda x: leave(enter(x, whole), whole, all_reduce), "tp=4", P())
+    left = on_ranks(lambda x: leave(enter(x, whole, 4), whole, all_reduce), "tp=4", P())
     np.testing.assert_array_equal(left, on_ranks(lambda x: all_sum(x, ("tp",)), "tp=4", P()))
     assert set(used) == {("tp",)}
 
@@ -135,8 +187,8 @@ def test_a_reduce_scatter_of_a_finished_sum_is_refused() -> None:
 
 
 def test_a_gather_of_a_finished_sum_is_refused() -> None:
-    assert "gather_tokens over tp of an array that is the same on every rank of tp" in refusal(
-        lambda x: gather_tokens(all_sum(x, ("tp",)), ("tp",)), P("dp", "tp")
+    assert "all_gather over tp of an array that is the same on every rank of tp" in refusal(
+        lambda x: all_gather(all_sum(x, ("tp",)), ("tp",)), P("dp", "tp")
     )
 
 

@@ -12,7 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxpar.attention import partial
-from jaxpar.attention.partial import Partial, attend, merge
+from jaxpar.attention.packed import pack, packed_bytes, unpack
+from jaxpar.attention.partial import Partial, attend, merge, merge_all, seen_tiles, visible
 
 # A part over no key (LSE -inf) may have any output; so may weights that vanish beside others.
 LSES = st.one_of(st.just(-np.inf), st.floats(-50, 50), st.sampled_from([-200.0, 200.0]))
@@ -104,6 +105,26 @@ def test_a_part_over_no_key_changes_nothing_though_its_output_is_nan(lse: float,
     assert_same(MERGE(nothing, whole), whole)
 
 
+@given(st.lists(st.tuples(LSES, st.floats(-9, 9)), min_size=2, max_size=8))
+def test_all_parts_at_once_merge_as_one_by_one_in_any_order(given: list[tuple[float, float]]) -> None:
+    parts = [part(lse, out) for lse, out in given]
+    at_once = merge_all(Partial(*(jnp.stack(values) for values in zip(*parts, strict=True))))
+    assert_same(at_once, reduce(MERGE, parts))
+    assert_same(at_once, reduce(MERGE, parts[::-1]))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_a_packed_part_keeps_its_lse_in_every_bit_and_its_output_rounded(dtype: str) -> None:
+    rng = np.random.default_rng(1)
+    lse = np.float32([-np.inf, 0.0, 88.7, *rng.standard_normal(5)])
+    whole = Partial(jnp.asarray(rng.standard_normal((8, 6)), jnp.float32).at[0].set(np.nan), jnp.asarray(lse))
+    packed = pack(whole, jnp.dtype(dtype))
+    assert packed.shape[-1] * packed.dtype.itemsize == packed_bytes(6, packed.dtype.itemsize)
+    back = unpack(packed)
+    np.testing.assert_array_equal(np.asarray(back.lse).view(np.int32), lse.view(np.int32))
+    np.testing.assert_array_equal(back.out, whole.out.astype(dtype).astype(jnp.float32))
+
+
 def test_two_parts_over_no_key_are_a_part_over_no_key() -> None:
     merged = merge(part(-np.inf, 0.0), part(-np.inf, 0.0))
     assert np.isneginf(merged.lse)
@@ -163,3 +184,37 @@ def test_the_error_of_bfloat16_grows_neither_with_keys_nor_with_parts(keys: int,
     found = [run((q, k[at], v[at], q_positions, k_positions[at[1:]])) for at in pieces]
     # One rounding of a value near 1 to eight bits is 2^-8.
     np.testing.assert_allclose(reduce(MERGE, found).out, exact.out, atol=2**-8)
+
+
+@given(st.data())
+def test_of_a_causal_mask_exactly_the_tiles_are_left_out_in_which_no_query_sees_a_key(data: st.DataObject) -> None:
+    # Any layout leaves positions in ascending order on a rank, and padding after them.
+    def positions(length: int) -> np.ndarray:
+        held = sorted(data.draw(st.sets(st.integers(0, 60), max_size=length)))
+        return np.asarray([held + [-1] * (length - len(held))], np.int32)
+
+    q, k = positions(12), positions(20)
+    window = data.draw(st.one_of(st.none(), st.integers(1, 30)))
+    seen = np.asarray(visible(jnp.asarray(q), jnp.asarray(k), window))[0].reshape(3, 4, 4, 5).any(axis=(1, 3))
+    computed = seen_tiles(q, k, 4, 5, window)
+    np.testing.assert_array_equal(computed, np.asarray(seen_tiles(jnp.asarray(q), jnp.asarray(k), 4, 5, window)))
+    assert (computed >= seen).all()
+    if window is None:
+        np.testing.assert_array_equal(computed, seen)
+
+
+@pytest.mark.parametrize("keys", [1024, 32768])
+def test_the_error_over_cp_is_flat_in_the_number_of_ranks_and_in_the_length(keys: int) -> None:
+    rng = np.random.default_rng(2)
+    q, k, v = (rng.standard_normal((1, 1, *shape, 64)).astype(jnp.bfloat16) for shape in ((8, 4), (keys,), (keys,)))
+    q_at, k_at = np.full((1, 8), keys, np.int32), np.arange(keys, dtype=np.int32)[None]
+    exact = softmax_over_all_keys(q, k, v, q_at, k_at, None).out
+    run_on = jax.jit(lambda *rank: pack(attend(q, *rank[:2], q_at, rank[2], None, 0.125), jnp.dtype("bfloat16")))
+    errors = []
+    for ranks in (1, 2, 8):
+        # As they are sent: outputs in bfloat16, LSE in float32.
+        packed = [run_on(k[:, :, rank::ranks], v[:, :, rank::ranks], k_at[:, rank::ranks]) for rank in range(ranks)]
+        merged = merge_all(unpack(jnp.stack(packed)))
+        errors.append(np.abs(merged.out - exact).max() / np.abs(exact).max())
+    # bfloat16 has eight bits: inputs and outputs are rounded to 1 part in 256, however many there are.
+    assert max(errors) < 2**-7
