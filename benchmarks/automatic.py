@@ -127,7 +127,7 @@ def example(programs: Programs, work: Work) -> tuple[Cache, StepBatch]:
     options = SamplingArrays(
         zeros.astype(np.float32), zeros, np.ones(work.lanes, np.float32), zeros.astype(np.uint32), zeros
     )
-    return Cache(planes, held), StepBatch(tokens, positions, start, table, last, options)
+    return Cache(planes, held), StepBatch(tokens, positions, start[:, None], table, last, options)
 
 
 def measure(mesh_text: str, rounds: int) -> list[dict[str, Any]]:

@@ -23,6 +23,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxpar.attention import local
+from jaxpar.attention.bind import bound
 from jaxpar.attention.cache import Cache, PagedStore
 from jaxpar.checkpoint.config import ModelConfig
 from jaxpar.checkpoint.load import load_weights
@@ -150,9 +151,10 @@ class Automatic:
         flat = [(path, variable.replace(weights[name])) for name, (path, variable) in self._variables.items()]
         model: Decoder = nnx.merge(self._graph, nnx.from_flat_state(flat))
         lanes, tokens = batch.positions.shape
-        store = HeadsApart(cache.positions, batch.table, batch.start, batch.positions)
+        store = HeadsApart(cache.positions, batch.table, batch.start[:, 0], batch.positions)
         cos, sin = angles(batch.positions.reshape(-1), config.rope, config.head_dim)
-        context = StepContext(self.plan, phase, batch.positions, cos, sin, store, local.run, all_sum)
+        attention = bound(local.PREFILL, batch.positions, store.key_positions, self.plan, phase)
+        context = StepContext(self.plan, phase, batch.positions, cos, sin, store, attention, (), all_sum)
         x, planes = model(model.embedding[...][batch.tokens.reshape(-1)], cache.planes, context)
         x = jnp.take_along_axis(x.reshape(lanes, tokens, -1), batch.last[:, None, None], axis=1)[:, 0]
         scores = local_logits(x, model.head_weight[...], config.vocab_size, ())
