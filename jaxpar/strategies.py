@@ -68,8 +68,8 @@ def _none(step: Step) -> int:
     return 0
 
 
-def _own(step: Step) -> tuple[int, int]:
-    return 1, 1
+def _own(step: Step) -> tuple[int, int, int]:
+    return 1, 1, step.heads.group
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,8 @@ class Strategy:
 
     Attention has more: `flops`, the closed form of its own products in a step; `prepare`, run once for all layers,
     whose result every layer's `run` gets; `queries`, the axes over which a rank projects only a slice of its query
-    heads; and of prefill `block`, of how many ranks the tokens and the keys are that it attends to in one go.
+    heads; and of prefill `block`, of how many ranks the tokens and the keys are that it attends to in one go, and how
+    many query heads then share a KV head.
     """
 
     name: str
@@ -95,7 +96,7 @@ class Strategy:
     flops: Callable[[Step], int] = _none
     prepare: Callable[..., Any] | None = None
     queries: tuple[str, ...] = ()
-    block: Callable[[Step], tuple[int, int]] = _own
+    block: Callable[[Step], tuple[int, int, int]] = _own
 
     @property
     def module(self) -> str:

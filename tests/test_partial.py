@@ -11,9 +11,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxpar.attention import partial
+from jaxpar.attention import tiles
 from jaxpar.attention.packed import pack, packed_bytes, unpack
-from jaxpar.attention.partial import Partial, attend, merge, merge_all, seen_tiles, visible
+from jaxpar.attention.partial import Partial, merge, merge_all, visible
+from jaxpar.attention.tiles import attend, seen_tiles
 
 # A part over no key (LSE -inf) may have any output; so may weights that vanish beside others.
 LSES = st.one_of(st.just(-np.inf), st.floats(-50, 50), st.sampled_from([-200.0, 200.0]))
@@ -64,16 +65,16 @@ def softmax_over_all_keys(
 @jax.jit(static_argnames=("window", "tile"))
 def compiled(*arrays: jax.Array, window: int | None, tile: int) -> Partial:
     """Tests change the size of a tile, so it tells programs apart."""
-    assert tile == partial.KEY_TILE
+    assert tile == tiles.KEY_TILE
     return attend(*arrays, window, arrays[0].shape[-1] ** -0.5)
 
 
 def run(arrays: tuple[np.ndarray, ...], window: int | None = None) -> Partial:
-    return compiled(*arrays, window=window, tile=partial.KEY_TILE)
+    return compiled(*arrays, window=window, tile=tiles.KEY_TILE)
 
 
 def tiles_of(monkeypatch: pytest.MonkeyPatch, keys: int) -> None:
-    monkeypatch.setattr(partial, "KEY_TILE", keys)
+    monkeypatch.setattr(tiles, "KEY_TILE", keys)
 
 
 # Merging
@@ -153,8 +154,37 @@ def test_tiles_equal_one_untiled_attention(keys: int, window: int | None, monkey
 
 
 def test_a_bag_of_more_keys_than_a_tile_holds_is_attended_to_whole() -> None:
-    arrays = problem(2, partial.KEY_TILE + 300, kv=1, group=1)
+    arrays = problem(2, tiles.KEY_TILE + 300, kv=1, group=1)
     np.testing.assert_allclose(run(arrays).out, softmax_over_all_keys(*arrays, None).out, atol=1e-5)
+
+
+@pytest.mark.parametrize("window", [None, 90])
+@pytest.mark.parametrize(("queries", "keys", "group"), [(130, 300, 1), (300, 300, 3), (64, 513, 4)])
+@pytest.mark.parametrize("at_once", ["cpu", "tpu"])
+def test_tiles_with_and_without_a_mask_equal_a_softmax_and_go_on_from_a_part(
+    queries: int, keys: int, group: int, window: int | None, at_once: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # One head of one lane at a time, as a CPU does, and all at once, as accelerators do.
+    monkeypatch.setattr(
+        tiles.lax, "platform_dependent", lambda *args, cpu, default: {"cpu": cpu}.get(at_once, default)(*args)
+    )
+    q, k, v, q_positions, k_positions = problem(queries, keys, group=group)
+    order = np.argsort(np.where(k_positions < 0, keys, k_positions), axis=1)
+    k, v = (np.take_along_axis(x, order[None, :, :, None], axis=2) for x in (k, v))
+    k_positions = np.take_along_axis(k_positions, order, axis=1)
+
+    def in_parts(*parts: slice) -> Partial:
+        done = None
+        for part in parts:
+            held = k[:, :, part], v[:, :, part], q_positions, k_positions[:, part]
+            done = jax.jit(lambda *held, done=done: attend(q, *held, window, q.shape[-1] ** -0.5, onto=done))(*held)
+        assert done is not None
+        return done
+
+    expected = softmax_over_all_keys(q, k, v, q_positions, k_positions, window)
+    for found in (in_parts(slice(None)), in_parts(slice(200), slice(200, None))):
+        np.testing.assert_allclose(found.out, expected.out, atol=1e-5)
+        np.testing.assert_allclose(found.lse, expected.lse, atol=1e-5)
 
 
 def test_a_query_that_sees_no_key_has_weight_0_and_no_nan(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -196,8 +226,8 @@ def test_of_a_causal_mask_exactly_the_tiles_are_left_out_in_which_no_query_sees_
     q, k = positions(12), positions(20)
     window = data.draw(st.one_of(st.none(), st.integers(1, 30)))
     seen = np.asarray(visible(jnp.asarray(q), jnp.asarray(k), window))[0].reshape(3, 4, 4, 5).any(axis=(1, 3))
-    computed = seen_tiles(q, k, 4, 5, window)
-    np.testing.assert_array_equal(computed, np.asarray(seen_tiles(jnp.asarray(q), jnp.asarray(k), 4, 5, window)))
+    computed = seen_tiles(q, k, 4, 5, window)[0]
+    np.testing.assert_array_equal(computed, np.asarray(seen_tiles(jnp.asarray(q), jnp.asarray(k), 4, 5, window))[0])
     assert (computed >= seen).all()
     if window is None:
         np.testing.assert_array_equal(computed, seen)

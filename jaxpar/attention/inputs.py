@@ -7,7 +7,8 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jaxpar.attention.partial import Partial, attend
+from jaxpar.attention.partial import Partial
+from jaxpar.attention.tiles import attend
 
 
 class Inputs(NamedTuple):

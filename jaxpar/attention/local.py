@@ -8,7 +8,7 @@ from __future__ import annotations
 import jax
 
 from jaxpar.attention.inputs import Inputs, by_token
-from jaxpar.attention.partial import attend_flops
+from jaxpar.attention.tiles import attend_flops
 from jaxpar.ledger.traffic import Traffic
 from jaxpar.plan import Plan
 from jaxpar.strategies import Step, Strategy
@@ -34,7 +34,7 @@ def check(step: Step) -> str | None:
 def flops(step: Step) -> int:
     """Every tile of the page table."""
     return step.config.num_hidden_layers * attend_flops(
-        step.lanes, step.heads.q_local, step.tokens, step.keys, step.config.head_dim
+        step.lanes, step.heads.q_local, step.heads.group, step.tokens, step.keys, step.config.head_dim
     )
 
 

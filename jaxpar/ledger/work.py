@@ -1,7 +1,7 @@
 """The work of prefill attention that depends on positions: how much each rank has to do, and how much it computes.
 
 Closed forms count every tile. Here the positions are dealt as a session deals them, so that the tiles are known which
-`attention.partial.attend` leaves out because no query of theirs sees a key.
+`attention.tiles.attend` leaves out because no query of theirs sees a key.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from jaxpar.attention.partial import seen_tiles, tile_sizes
+from jaxpar.attention.tiles import seen_tiles, tile_sizes
 from jaxpar.engine.sizes import local_tokens, prefill_chunks
 from jaxpar.layout import deal
 from jaxpar.registry import chosen
@@ -57,19 +57,20 @@ def prefill_work(steps: list[Step], seq: int) -> Work:
     return Work(seen.tolist(), computed.tolist())
 
 
-def _computed(queries: np.ndarray, keys: np.ndarray, block: tuple[int, int]) -> np.ndarray:
+def _computed(queries: np.ndarray, keys: np.ndarray, block: tuple[int, int, int]) -> np.ndarray:
     """Pairs [cp] of the tiles that each rank computes; `queries` [cp, T], `keys` [cp, S] positions of every rank."""
-    ranks, (together, key_ranks) = len(queries), block
+    ranks, (together, key_ranks, group) = len(queries), block
     q = queries.reshape(ranks // together, -1)
     k = keys.reshape(ranks // key_ranks, -1)
-    q_tile, k_tile = tile_sizes(q.shape[1], k.shape[1])
-    q, k = _whole_tiles(q, q_tile), _whole_tiles(k, k_tile)
-    if (q_tile, k_tile) == (q.shape[1], k.shape[1]):
-        tiles = [len(k)] * len(q)  # a problem of one tile is computed in any case
+    tile = tile_sizes(q.shape[1], k.shape[1], group)
+    if (tile.queries, tile.keys) == (q.shape[1], k.shape[1]):
+        pairs = np.full(len(q), k.size * tile.queries)  # a problem of one tile is computed in any case
     else:
-        tiles = [sum(int(seen_tiles(a[None], b[None], q_tile, k_tile, None).sum()) for b in k) for a in q]
+        q, k = _whole_tiles(q, tile.queries), _whole_tiles(k, tile.keys)
+        parts = [sum(int(seen_tiles(a[None], b[None], tile.queries, tile.part, None).sum()) for b in k) for a in q]
+        pairs = np.asarray(parts) * tile.queries * tile.part
     # The ranks that put their tokens together share the heads.
-    return np.repeat(np.asarray(tiles) * q_tile * k_tile // together, together)
+    return np.repeat(pairs // together, together)
 
 
 def _padded(rows: list[np.ndarray], length: int) -> np.ndarray:

@@ -9,7 +9,7 @@ import jax
 
 from jaxpar.attention.cache import Planes
 from jaxpar.attention.inputs import Inputs, by_token
-from jaxpar.attention.partial import masked_scores, weighted_values
+from jaxpar.attention.partial import masked, products, weighted_values
 
 
 class ChunkOnly:
@@ -27,5 +27,5 @@ class ChunkOnly:
 def attend_whole(x: Inputs) -> jax.Array:
     """Attention of every query over its sequence; each sees a key, itself at least -> [B, T, H, d] float32."""
     q = x.grouped
-    scores = masked_scores(q, x.k, x.q_positions, x.k_positions, x.window, x.scale)
+    scores = masked(products(q, x.k) * x.scale, x.q_positions, x.k_positions, x.window)
     return by_token(weighted_values(jax.nn.softmax(scores, axis=-1), x.v).reshape(q.shape))

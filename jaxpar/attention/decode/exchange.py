@@ -13,7 +13,8 @@ import jax.numpy as jnp
 from jaxpar.attention.decode.overlap import parts_of
 from jaxpar.attention.inputs import Inputs, by_token, pad_heads
 from jaxpar.attention.packed import pack, packed_bytes, unpack
-from jaxpar.attention.partial import Partial, attend_flops, merge_all
+from jaxpar.attention.partial import Partial, merge_all
+from jaxpar.attention.tiles import attend_flops
 from jaxpar.collectives import all_gather, all_to_all
 from jaxpar.ledger.traffic import Traffic, all_gather_bytes, all_to_all_bytes, reduce_scatter_bytes
 from jaxpar.plan import Plan
@@ -81,5 +82,6 @@ def _row(step: Step, strategy: str, collective: str, message: int, sent: Callabl
 
 def own_keys_flops(step: Step) -> int:
     """All heads of the rank's width over its own keys."""
-    heads, size = step.heads.q_local, step.config.head_dim
-    return step.config.num_hidden_layers * attend_flops(step.lanes, heads, step.tokens, step.keys, size)
+    heads, size = step.heads, step.config.head_dim
+    flops = attend_flops(step.lanes, heads.q_local, heads.group, step.tokens, step.keys, size)
+    return step.config.num_hidden_layers * flops

@@ -9,8 +9,8 @@ from __future__ import annotations
 import jax
 
 from jaxpar.attention.inputs import Inputs, by_token
-from jaxpar.attention.partial import attend_flops
 from jaxpar.attention.prefill.positions import gather_traffic, of_every_rank, side_by_side
+from jaxpar.attention.tiles import attend_flops
 from jaxpar.collectives import all_gather
 from jaxpar.ledger.traffic import Traffic, all_gather_bytes
 from jaxpar.plan import Plan
@@ -44,7 +44,8 @@ def check(step: Step) -> str | None:
 def flops(step: Step) -> int:
     """Every tile of all keys; which are skipped is known only when it runs."""
     keys, heads = step.plan.mesh.cp * step.keys, step.heads.q_local
-    return step.config.num_hidden_layers * attend_flops(step.lanes, heads, step.tokens, keys, step.config.head_dim)
+    flops = attend_flops(step.lanes, heads, step.heads.group, step.tokens, keys, step.config.head_dim)
+    return step.config.num_hidden_layers * flops
 
 
 STRATEGY = Strategy(
@@ -58,5 +59,5 @@ STRATEGY = Strategy(
     check=check,
     flops=flops,
     prepare=prepare,
-    block=lambda step: (1, step.plan.mesh.cp),
+    block=lambda step: (1, step.plan.mesh.cp, step.heads.group),
 )

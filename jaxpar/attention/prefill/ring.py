@@ -1,7 +1,7 @@
 """`ring`: keys and values travel around cp, queries stay (Ring Attention, arXiv:2310.01889).
 
     step        0      1      2      3
-    rank 0      kv0    kv3    kv2    kv1       each rank attends to the block that it has, merges the partial result,
+    rank 0      kv0    kv3    kv2    kv1       each rank attends to the block that it has, onto what it has so far,
     rank 1      kv1    kv0    kv3    kv2       and has sent the block on before it began
     rank 2      kv2    kv1    kv0    kv3
     rank 3      kv3    kv2    kv1    kv0
@@ -19,8 +19,9 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxpar.attention.inputs import Inputs, by_token
-from jaxpar.attention.partial import Partial, attend, attend_flops, merge, no_keys
+from jaxpar.attention.partial import Partial, no_keys
 from jaxpar.attention.prefill.positions import gather_traffic, of_every_rank, of_rank
+from jaxpar.attention.tiles import attend, attend_flops
 from jaxpar.collectives import rank_index, shift
 from jaxpar.collectives.move import Groups
 from jaxpar.ledger.traffic import Traffic
@@ -63,17 +64,17 @@ def around(
     """
     q = x.grouped
 
-    def attend_to(step: jax.Array | int, keys: tuple[jax.Array, jax.Array]) -> Partial:
-        return attend(q, *keys, x.q_positions, positions(step), x.window, x.scale)
+    def attend_to(step: jax.Array | int, keys: tuple[jax.Array, jax.Array], done: Partial) -> Partial:
+        return attend(q, *keys, x.q_positions, positions(step), x.window, x.scale, onto=done)
 
     def hop(carry: _Carry, step: jax.Array) -> tuple[_Carry, None]:
         keys, done = carry
         following = (shift(keys[0], axes, groups), shift(keys[1], axes, groups))
-        return (following, merge(done, attend_to(step, keys))), None
+        return (following, attend_to(step, keys, done)), None
 
     # A scan, not a Python loop: XLA overlaps the hops of a scan with its work on TPU and GPU.
     (keys, done), _ = lax.scan(hop, ((x.k, x.v), no_keys(q, x.k, x.v)), jnp.arange(ranks - 1))
-    return merge(done, attend_to(ranks - 1, keys))
+    return attend_to(ranks - 1, keys, done)
 
 
 def traffic(step: Step) -> list[Traffic]:
@@ -92,7 +93,8 @@ def check(step: Step) -> str | None:
 def flops(step: Step) -> int:
     """Every tile of every block; which are skipped is known only when it runs."""
     blocks = step.config.num_hidden_layers * step.plan.mesh.cp
-    return blocks * attend_flops(step.lanes, step.heads.q_local, step.tokens, step.keys, step.config.head_dim)
+    heads, size = step.heads, step.config.head_dim
+    return blocks * attend_flops(step.lanes, heads.q_local, heads.group, step.tokens, step.keys, size)
 
 
 STRATEGY = Strategy(

@@ -16,8 +16,9 @@ from jax import lax
 
 from jaxpar.attention.inputs import Inputs, by_token
 from jaxpar.attention.packed import pack, packed_bytes, unpack
-from jaxpar.attention.partial import attend, attend_flops, merge_all
+from jaxpar.attention.partial import merge_all
 from jaxpar.attention.prefill.positions import gather_traffic, of_every_rank, of_rank
+from jaxpar.attention.tiles import attend, attend_flops
 from jaxpar.collectives import all_to_all, rank_index, shift
 from jaxpar.ledger.traffic import Traffic, all_to_all_bytes
 from jaxpar.plan import Plan
@@ -69,7 +70,8 @@ def check(step: Step) -> str | None:
 def flops(step: Step) -> int:
     """Every tile of every visit; which are skipped is known only when it runs."""
     visits = step.config.num_hidden_layers * step.plan.mesh.cp
-    return visits * attend_flops(step.lanes, step.heads.q_local, step.tokens, step.keys, step.config.head_dim)
+    heads, size = step.heads, step.config.head_dim
+    return visits * attend_flops(step.lanes, heads.q_local, heads.group, step.tokens, step.keys, size)
 
 
 STRATEGY = Strategy(

@@ -15,8 +15,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxpar.attention.inputs import Inputs, by_token
-from jaxpar.attention.partial import attend_flops
 from jaxpar.attention.prefill.positions import gather_traffic, of_every_rank, side_by_side
+from jaxpar.attention.tiles import attend_flops
 from jaxpar.collectives import all_to_all
 from jaxpar.collectives.move import Groups
 from jaxpar.heads import PADDED, HeadLayout, split_heads
@@ -82,8 +82,14 @@ def exchange_traffic(step: Step, strategy: str, ranks: int) -> list[Traffic]:
 
 def exchange_flops(step: Step, ranks: int) -> int:
     """The products of one block of queries and keys, after the exchange over groups of `ranks`, in all layers."""
-    heads, tokens, keys = _layout(step, ranks).q_local, ranks * step.tokens, ranks * step.keys
-    return step.config.num_hidden_layers * attend_flops(step.lanes, heads, tokens, keys, step.config.head_dim)
+    layout, tokens, keys = _layout(step, ranks), ranks * step.tokens, ranks * step.keys
+    flops = attend_flops(step.lanes, layout.q_local, layout.group, tokens, keys, step.config.head_dim)
+    return step.config.num_hidden_layers * flops
+
+
+def exchange_block(step: Step, ranks: int) -> tuple[int, int, int]:
+    """`Strategy.block` of the exchange over groups of `ranks`."""
+    return ranks, ranks, _layout(step, ranks).group
 
 
 def _layout(step: Step, ranks: int) -> HeadLayout:
@@ -123,5 +129,5 @@ STRATEGY = Strategy(
     check=check,
     flops=flops,
     prepare=prepare,
-    block=lambda step: (step.plan.mesh.cp, step.plan.mesh.cp),
+    block=lambda step: exchange_block(step, step.plan.mesh.cp),
 )

@@ -16,7 +16,14 @@ from jax import lax
 from jaxpar.attention.inputs import Inputs, by_token
 from jaxpar.attention.prefill.positions import gather_traffic, of_every_rank, side_by_side
 from jaxpar.attention.prefill.ring import around
-from jaxpar.attention.prefill.ulysses import exchange_flops, exchange_traffic, heads_over, to_heads, to_tokens
+from jaxpar.attention.prefill.ulysses import (
+    exchange_block,
+    exchange_flops,
+    exchange_traffic,
+    heads_over,
+    to_heads,
+    to_tokens,
+)
 from jaxpar.collectives import rank_index
 from jaxpar.ledger.traffic import Traffic
 from jaxpar.plan import Plan
@@ -93,5 +100,5 @@ STRATEGY = Strategy(
     check=check,
     flops=flops,
     prepare=prepare,
-    block=lambda step: (inner_degree(step.plan, step.heads.kv_local),) * 2,
+    block=lambda step: exchange_block(step, inner_degree(step.plan, step.heads.kv_local)),
 )
