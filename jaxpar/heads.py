@@ -21,16 +21,13 @@ PADDED = -1
 class HeadLayout:
     """Which checkpoint head every rank's head is.
 
-    `kv_heads` has tp * kv_local entries and `q_heads` tp * q_stored, rank by rank; entry i is the head of the
-    checkpoint that sits there, or PADDED. The `group` query heads that follow one another share one KV head. A rank
-    stores its q_local query heads and PADDED ones after them up to `q_stored`, a multiple of cp: decode splits them
-    over cp.
+    `kv_heads` has tp * kv_local entries and `q_heads` tp * kv_local * group, rank by rank; entry i is the head of the
+    checkpoint that sits there, or PADDED. The `group` query heads that follow one another share one KV head.
     """
 
     tp: int
     kv_local: int
     group: int
-    q_stored: int
     kv_heads: tuple[int, ...]
     q_heads: tuple[int, ...]
 
@@ -41,7 +38,7 @@ class HeadLayout:
 
 
 @lru_cache
-def split_heads(num_q: int, num_kv: int, tp: int, cp: int = 1) -> HeadLayout:
+def split_heads(num_q: int, num_kv: int, tp: int) -> HeadLayout:
     """Deal `num_q` query and `num_kv` KV heads (num_kv divides num_q) over `tp` ranks.
 
     Every KV head is stored `copies` times, each copy serving a part of its query group, and the last ranks are padded.
@@ -55,7 +52,7 @@ def split_heads(num_q: int, num_kv: int, tp: int, cp: int = 1) -> HeadLayout:
         return kv_local, kv_local * -(-ratio // copies), copies
 
     kv_local, q_local, copies = min(cost(copies) for copies in range(1, min(ratio, tp) + 1))
-    group, q_stored = q_local // kv_local, -(-q_local // cp) * cp
+    group = q_local // kv_local
     kv_heads, q_heads = [], []
     for i in range(tp * kv_local):
         head, copy = divmod(i, copies)
@@ -63,6 +60,4 @@ def split_heads(num_q: int, num_kv: int, tp: int, cp: int = 1) -> HeadLayout:
         kv_heads.append(head if real else PADDED)
         for j in range(copy * group, (copy + 1) * group):
             q_heads.append(head * ratio + j if real and j < ratio else PADDED)
-        if (i + 1) % kv_local == 0:
-            q_heads += [PADDED] * (q_stored - q_local)
-    return HeadLayout(tp, kv_local, group, q_stored, tuple(kv_heads), tuple(q_heads))
+    return HeadLayout(tp, kv_local, group, tuple(kv_heads), tuple(q_heads))

@@ -13,14 +13,15 @@ divide, the first blocks are one longer, and shorter ranks are padded at the end
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 
 from jaxpar.errors import PlanError
 
 
-def owner(positions: np.ndarray, ranks: int, interleave: int = 1) -> np.ndarray:
-    """The rank of each position under `striped`, in stripes of `interleave`; also where any decoded token is stored."""
+def owner(positions: Any, ranks: int, interleave: int = 1) -> Any:
+    """The rank of each position (numpy or JAX) under `striped`; also where any decoded token is stored."""
     return positions // interleave % ranks
 
 

@@ -83,6 +83,15 @@ class Plan:
             if value is None or value < least:
                 raise PlanError(f"{name}={shown(given)}: it must be a whole number of at least {least}")
             object.__setattr__(self, name, value)
+        if self.ulysses_degree and self.prefill_attention != "usp":
+            raise PlanError(
+                f"ulysses_degree={self.ulysses_degree} is for prefill_attention='usp': choose it, or leave this"
+            )
+        if self.cp_interleave > 1 and self.cp_interleave * self.mesh.cp > self.chunk:
+            raise PlanError(
+                f"cp_interleave={self.cp_interleave} on cp={self.mesh.cp} leaves ranks without tokens of a chunk of "
+                f"{self.chunk}: use at most {max(1, self.chunk // self.mesh.cp)}, or larger chunks"
+            )
         if not isinstance(self.layout, str) or self.layout not in LAYOUTS:
             raise PlanError(f"layout={shown(self.layout)} is not a layout: use one of {', '.join(LAYOUTS)}")
         for name in ("prefill_attention", "decode_attention", "all_reduce"):

@@ -21,11 +21,12 @@ from jaxpar.attention.bind import bound
 from jaxpar.attention.cache import Cache, PagedStore, Plane, cache_shapes, cache_specs
 from jaxpar.checkpoint.config import ModelConfig
 from jaxpar.collectives import rank_index
+from jaxpar.layout import owner
 from jaxpar.nn.context import StepContext
 from jaxpar.nn.decoder import Decoder
 from jaxpar.nn.rope import angles
 from jaxpar.nn.weights import Weight
-from jaxpar.plan import Phase, Plan
+from jaxpar.plan import PHASES, Phase, Plan
 from jaxpar.registry import chosen
 from jaxpar.strategies import Step
 from jaxpar.vocabulary.head import all_tokens, last_tokens
@@ -68,9 +69,12 @@ class Programs:
         """Declare the model; nothing is compiled before the first step.
 
         Raises:
-            PlanError: an axis that cannot run yet, or a strategy that does not exist.
+            PlanError: an axis that cannot run yet, a strategy that does not exist or that refuses the model.
         """
         plan.check_runnable()
+        for phase in PHASES:
+            # No check depends on lengths: what one token passes, every step does.
+            chosen(Step(config, plan, phase, lanes=1, tokens=1, keys=plan.page_size))
         self.config, self.plan, self.mesh = config, plan, mesh
         self.model = Decoder(config, plan)
         self._graph, state = nnx.split(self.model)
@@ -185,14 +189,14 @@ class Programs:
         stored = batch.positions
         if phase == "decode" and plan.sequence:
             # Every rank of cp has the new tokens, and the one that the position names stores them.
-            owner = stored // plan.cp_interleave % plan.mesh.cp
-            stored = jnp.where(owner == rank_index(plan.sequence), stored, -1)
+            mine = owner(stored, plan.mesh.cp, plan.cp_interleave) == rank_index(plan.sequence)
+            stored = jnp.where(mine, stored, -1)
         store = PagedStore(cache.positions, batch.table, batch.start[:, 0], stored)
         cos, sin = angles(batch.positions.reshape(-1), config.rope, config.head_dim)
         chosen_attention = strategies[f"{phase}_attention"]
         attention = bound(chosen_attention, batch.positions, store.key_positions, plan, phase)
-        queries = plan.active(chosen_attention.queries)
-        step = StepContext(plan, phase, batch.positions, cos, sin, store, attention, queries, run["all_reduce"])
+        query_axes = plan.active(chosen_attention.query_axes)
+        step = StepContext(plan, phase, batch.positions, cos, sin, store, attention, query_axes, run["all_reduce"])
         x = run["embedding"](batch.tokens.reshape(-1), model.embedding[...], sublayer)
         x, planes = model(x, cache.planes, step)
         cache = Cache(planes, store.positions_plane)

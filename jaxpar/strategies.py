@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -50,9 +50,13 @@ class Step:
 
     @cached_property
     def heads(self) -> HeadLayout:
-        """How heads are dealt over tp, and over cp in decode."""
-        mesh = self.plan.mesh
-        return split_heads(self.config.num_attention_heads, self.config.num_key_value_heads, mesh.tp, mesh.cp)
+        """How heads are dealt over tp."""
+        return split_heads(self.config.num_attention_heads, self.config.num_key_value_heads, self.plan.mesh.tp)
+
+    @property
+    def heads_over_cp(self) -> int:
+        """Query heads of a rank where those of a tp rank are dealt over cp, as decode does; the last may have fewer."""
+        return -(-self.heads.q_local // self.plan.mesh.cp)
 
     @property
     def key_bytes(self) -> int:
@@ -68,8 +72,22 @@ def _none(step: Step) -> int:
     return 0
 
 
-def _own(step: Step) -> tuple[int, int, int]:
-    return 1, 1, step.heads.group
+class Share(NamedTuple):
+    """What one rank of cp attends to in a prefill step.
+
+    `blocks` are what goes together: the ranks whose tokens, and the ranks whose keys. For them the rank computes
+    `heads` query heads, `real` of which are neither copies nor padding, `group` of them to a KV head.
+    """
+
+    blocks: list[tuple[list[int], list[int]]]
+    heads: int
+    real: int
+    group: int
+
+
+def own_share(step: Step, rank: int) -> Share:
+    """A rank with its own tokens and keys and all heads of its width: attention without cp."""
+    return Share([([rank], [rank])], step.heads.q_local, step.heads.q_local, step.heads.group)
 
 
 @dataclass(frozen=True)
@@ -80,9 +98,8 @@ class Strategy:
     is wrong with a step's shapes (None: nothing), and `needs` the same in words, for `jaxpar strategies`.
 
     Attention has more: `flops`, the closed form of its own products in a step; `prepare`, run once for all layers,
-    whose result every layer's `run` gets; `queries`, the axes over which a rank projects only a slice of its query
-    heads; and of prefill `block`, of how many ranks the tokens and the keys are that it attends to in one go, and how
-    many query heads then share a KV head.
+    whose result every layer's `run` gets; `query_axes`, over which a rank projects only a share of its query heads;
+    and of prefill `share`, what each rank of cp attends to.
     """
 
     name: str
@@ -95,8 +112,8 @@ class Strategy:
     check: Callable[[Step], str | None]
     flops: Callable[[Step], int] = _none
     prepare: Callable[..., Any] | None = None
-    queries: tuple[str, ...] = ()
-    block: Callable[[Step], tuple[int, int, int]] = _own
+    query_axes: tuple[str, ...] = ()
+    share: Callable[[Step, int], Share] = own_share
 
     @property
     def module(self) -> str:

@@ -121,13 +121,14 @@ def verify(
     progress("greedy tokens on every rank of the mesh")
     for i, on_rank in enumerate(found for group in groups for found in _greedy(mesh, group, params)):
         for device, ours_only in on_rank.items():
+            result = row(i, device)
             pairs = enumerate(zip(ours_only, tokens[i], strict=True))
             # After the first difference the texts differ, and so do all tokens that follow.
             wrong = next((place for place, (mine, other) in pairs if mine != other), None)
             if wrong is not None and margins[i][wrong] <= tolerance:
-                row(i, device).ties += 1
+                result.ties += 1
             elif wrong is not None:
-                row(i, device).wrong_tokens += 1
+                result.wrong_tokens += 1
     verification.results = [rows[key] for key in sorted(rows)]
     return verification
 

@@ -17,6 +17,7 @@ from jaxpar.assets import model_dir
 from jaxpar.checkpoint import ModelConfig, read_config
 from jaxpar.devices import ensure_devices, make_mesh
 from jaxpar.errors import PlanError
+from jaxpar.layout import deal
 from jaxpar.ledger.report import Ledger, make_ledger
 from jaxpar.ledger.traffic import Traffic
 from jaxpar.mesh import MeshSpec
@@ -92,7 +93,10 @@ def test_a_cache_is_counted_as_the_pool_that_holds_it_and_as_the_tokens_that_nee
     assert counted.needed_cache_bytes == 3 * 100 * a_token
 
 
-@pytest.mark.parametrize(("mesh", "batch", "seq"), [("dp=2,tp=2", 5, 37), ("dp=3", 20, 21), ("tp=4", 1, 40)])
+@pytest.mark.parametrize(
+    ("mesh", "batch", "seq"),
+    [("dp=2,tp=2", 5, 37), ("dp=3", 20, 21), ("tp=4", 1, 40), ("dp=2,cp=2,tp=2", 5, 37)],
+)
 def test_the_ledger_counts_the_shapes_that_a_session_runs(
     mesh: str, batch: int, seq: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -202,15 +206,42 @@ def test_halves_of_cp_that_ulysses_exchanges_over_are_found_in_the_compiled_prog
     assert temporaries("usp", 8, 1024) > 0
 
 
-@pytest.mark.parametrize(
-    ("layout", "seen"),
-    [("contiguous", [36, 100, 164, 228]), ("zigzag", [132] * 4), ("striped", [120, 128, 136, 144])],
-)
-def test_the_work_of_each_rank_is_that_of_its_queries(layout: str, seen: list[int]) -> None:
-    counted = make_ledger(WIDE, Plan(MeshSpec(cp=4), layout=layout), "prefill", 1, 32).work
-    assert counted is not None
-    assert counted.seen == seen
-    assert counted.imbalance == pytest.approx(max(seen) / 132)
+ONE_HEAD = replace(WIDE, num_hidden_layers=1, num_attention_heads=1, num_key_value_heads=1, windows=(None,))
+DEALT = {"contiguous": [36, 100, 164, 228], "zigzag": [132] * 4, "striped": [120, 128, 136, 144]}
+
+
+@pytest.mark.parametrize("layout", DEALT)
+def test_the_work_of_each_rank_is_that_of_the_queries_or_the_keys_that_it_keeps(layout: str) -> None:
+    def seen(strategy: str, config: ModelConfig = ONE_HEAD) -> list[int]:
+        plan = Plan(MeshSpec(cp=4), layout=layout, prefill_attention=strategy)
+        work = make_ledger(config, plan, "prefill", 1, 32).work
+        assert work is not None
+        return work.seen
+
+    assert seen("ring") == seen("all_gather") == DEALT[layout]
+    # A key is seen by the queries after it: of 32, the one at position p by 32 - p.
+    owners = deal(layout, 0, 32, 4)
+    assert seen("ring_q") == [int((32 - held).sum()) for held in owners]
+    # Ulysses gives each of four ranks one of four heads, and all positions.
+    assert seen("ulysses", replace(ONE_HEAD, num_attention_heads=4, num_key_value_heads=4)) == [528] * 4
+
+
+def test_the_work_of_a_sliding_window_is_that_of_the_keys_in_it() -> None:
+    config = replace(WIDE, windows=(None, 100))
+    work = make_ledger(config, Plan(MeshSpec(cp=4), chunk=4096), "prefill", 1, 4096).work
+    assert work is not None
+    in_window = 100 * 101 // 2 + (4096 - 100) * 100
+    assert sum(work.seen) == 4 * (4096 * 4097 // 2 + in_window)
+    assert work.excess < 1.6
+
+
+def test_copies_and_padding_of_heads_are_computed_and_not_seen() -> None:
+    config = replace(WIDE, num_attention_heads=5, num_key_value_heads=5)
+    work = make_ledger(config, Plan(MeshSpec(cp=4), prefill_attention="ulysses"), "prefill", 1, 32).work
+    assert work is not None
+    assert work.seen == [2 * 2 * 528, 2 * 2 * 528, 2 * 528, 0]
+    # Each rank has eight tokens of 32 and a page of 16 slots for their keys.
+    assert work.computed == [2 * 2 * 32 * 64] * 4
 
 
 @pytest.mark.parametrize("strategy", ["ring", "ring_q", "all_gather", "ulysses", "usp"])
@@ -238,27 +269,33 @@ QWEN3_235B = replace(WIDE, hidden_size=4096, num_hidden_layers=1, num_attention_
 KIB = 2**10
 
 
-def sent(sublayer: str, phase: str, batch: int, seq: int, **plan: Any) -> int:
-    spec = MeshSpec(cp=2, tp=4)
+def sent(batch: int, seq: int, **plan: Any) -> dict[str, int]:
+    """Bytes that attention sends in a layer, by collective."""
+    spec, phase = MeshSpec(cp=2, tp=4), "prefill" if "prefill_attention" in plan else "decode"
     counted = make_ledger(QWEN3_235B, Plan(spec, dtype="bfloat16", chunk=seq, **plan), phase, batch, seq)
     assert counted.differences == []
-    return sum(row.sent_bytes for row in counted.traffic if row.sublayer == sublayer and row.message_bytes > 4 * KIB)
+    total: dict[str, int] = {}
+    for row in counted.traffic:
+        if row.sublayer == f"{phase}_attention":
+            total[row.collective] = total.get(row.collective, 0) + row.sent_bytes
+    return total
 
 
 def test_decode_of_qwen3_235b_sends_256_kib_with_gathered_queries_and_128_without_beside_the_lse() -> None:
-    lse = 64 * 16 * 4
-    assert lse == 4 * KIB
-    by = {name: sent("decode_attention", "decode", 64, 64, decode_attention=name) for name in ("ag_rs", "a2a")}
-    # The LSE gathered is a row of its own, too small to be summed here; packed, half of it travels with the outputs.
-    assert by == {"ag_rs": 256 * KIB, "a2a": 256 * KIB + lse // 2}
-    for name in ("q_replicated", "helix"):
-        assert sent("decode_attention", "decode", 64, 64, decode_attention=name) == 128 * KIB + lse // 2
+    by = {name: sent(64, 64, decode_attention=name) for name in ("ag_rs", "a2a", "q_replicated", "helix")}
+    # Two ranks: gathered, a rank sends the LSE of its 16 heads whole; packed, those of the 8 heads of the other rank.
+    assert by == {
+        "ag_rs": {"all_gather": (128 + 4) * KIB, "reduce_scatter": 128 * KIB},
+        "a2a": {"all_gather": 128 * KIB, "all_to_all": (128 + 2) * KIB},
+        "q_replicated": {"all_to_all": (128 + 2) * KIB},
+        "helix": {"all_to_all": (128 + 2) * KIB},
+    }
 
 
 def test_a_ring_of_qwen3_235b_sends_8_mib_a_layer_and_a_gather_of_its_keys_the_same() -> None:
     positions = 32768 // 2 * 4
-    for name in ("ring", "all_gather"):
-        assert sent("prefill_attention", "prefill", 1, 32768, prefill_attention=name) == 8 * MIB + positions
+    assert sent(1, 32768, prefill_attention="ring") == {"ppermute": 8 * MIB, "all_gather": positions}
+    assert sent(1, 32768, prefill_attention="all_gather") == {"all_gather": 8 * MIB + positions}
 
 
 # The command

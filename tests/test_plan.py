@@ -113,6 +113,8 @@ def test_dp_cp_and_tp_run_and_so_do_axes_of_size_1() -> None:
         ({"prefill_attention": 3}, "prefill_attention=3: give a strategy's name, such as 'auto'"),
         ({"layout": "ring"}, "layout='ring' is not a layout: use one of contiguous, zigzag, striped"),
         ({"ulysses_degree": -1}, "ulysses_degree=-1: it must be a whole number of at least 0"),
+        ({"ulysses_degree": 2}, "ulysses_degree=2 is for prefill_attention='usp': choose it, or leave this"),
+        ({"cp_interleave": 600, "mesh": MeshSpec(cp=2)}, "cp_interleave=600 on cp=2 leaves ranks without tokens"),
         ({"decode_overlap": 0}, "decode_overlap=0: it must be a whole number of at least 1"),
         ({"sequence_parallel": "no"}, "sequence_parallel='no': it must be True or False"),
         ({"experts_over": ("pp",)}, "experts over 'pp': a pipeline stage keeps its own experts; use axes out of dp"),
@@ -123,7 +125,7 @@ def test_dp_cp_and_tp_run_and_so_do_axes_of_size_1() -> None:
 )
 def test_a_value_that_no_plan_can_have_is_refused_with_the_remedy(fields: dict[str, Any], said: str) -> None:
     with pytest.raises(PlanError) as raised:
-        make_plan(MeshSpec(), fields)
+        make_plan(fields.get("mesh", MeshSpec()), {name: fields[name] for name in fields if name != "mesh"})
     assert str(raised.value).startswith(said)
 
 

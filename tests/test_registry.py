@@ -18,6 +18,8 @@ from uniform import uniform_control_violations
 from jaxpar.checkpoint.config import ModelConfig, RopeConfig
 from jaxpar.devices import abstract_mesh
 from jaxpar.errors import PlanError
+from jaxpar.ledger.flops import trace_flops
+from jaxpar.ledger.predict import predict_flops
 from jaxpar.ledger.trace import count_collectives, trace_traffic
 from jaxpar.ledger.traffic import Traffic, compare, merge
 from jaxpar.mesh import AXES, MeshSpec
@@ -82,9 +84,11 @@ def predicted(step: Step) -> list[Traffic]:
 
 
 @pytest.mark.parametrize(("mesh", "choice", "phase", "kind"), PROGRAMS)
-def test_predicted_bytes_and_calls_are_the_traced_ones(mesh: str, choice: str, phase: Phase, kind: str) -> None:
+def test_predicted_bytes_calls_and_flops_are_the_traced_ones(mesh: str, choice: str, phase: Phase, kind: str) -> None:
     step = a_step(mesh, phase, kind, choice)
     assert compare(predicted(step), traced(step)) == []
+    flops = {row.sublayer: row.flops for row in trace_flops(jaxpr(step))}
+    assert flops == predict_flops(step)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])

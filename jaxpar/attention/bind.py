@@ -17,14 +17,14 @@ def bound(
 ) -> Callable[[Inputs], jax.Array]:
     """A step's attention as its layers call it: what serves all layers is prepared here, once."""
     scope = f"{strategy.sublayer}:{strategy.name}"
-    shared = None
+    prepared = None
     if strategy.prepare is not None:
         with jax.named_scope(scope):
-            shared = strategy.prepare(q_positions, k_positions, plan)
+            prepared = strategy.prepare(q_positions, k_positions, plan)
 
     def attention(x: Inputs) -> jax.Array:
         with jax.named_scope(scope):
             parts = plan.decode_overlap if phase == "decode" and plan.sequence else 1
-            return in_parts(lambda part: strategy.run(part, plan, shared), x, parts)
+            return in_parts(lambda part: strategy.run(part, plan, prepared), x, parts)
 
     return attention

@@ -14,9 +14,9 @@ from jaxpar.attention.tiles import attend
 class Inputs(NamedTuple):
     """A rank's queries and its bag of keys; B lanes, T tokens, K KV heads, each shared by `group` query heads.
 
-    `q` [B, T, H, d] are the rank's K * group query heads, padded heads after them, or its slice of all those, as the
-    strategy asked; `k`, `v` [K, B, S, d]; `q_positions` [B, T], `k_positions` [B, S]; -1 is padding. `window` is that
-    of the layer or None, `scale` goes on the scores.
+    `q` [B, T, H, d] are the rank's K * group query heads, or its share of them where the strategy asked for that;
+    `k`, `v` [K, B, S, d]; `q_positions` [B, T], `k_positions` [B, S]; -1 is padding. `window` is that of the layer or
+    None, `scale` goes on the scores.
     """
 
     q: jax.Array
@@ -30,10 +30,9 @@ class Inputs(NamedTuple):
 
     @property
     def grouped(self) -> jax.Array:
-        """The queries as `attend` takes them [K, B, T, group, d], without padded heads."""
-        heads, (lanes, tokens, _, size) = self.k.shape[0], self.q.shape
-        q = self.q[:, :, : heads * self.group].reshape(lanes, tokens, heads, self.group, size)
-        return q.transpose(2, 0, 1, 3, 4)
+        """The queries as `attend` takes them [K, B, T, group, d]."""
+        lanes, tokens, _, size = self.q.shape
+        return self.q.reshape(lanes, tokens, -1, self.group, size).transpose(2, 0, 1, 3, 4)
 
     def attend(self) -> Partial:
         """Every query over the rank's own keys: Partial of [K, B, T, group, d]."""
@@ -46,8 +45,7 @@ def by_token(x: jax.Array) -> jax.Array:
     return jnp.moveaxis(x, 0, 2).reshape(lanes, tokens, heads * group, *rest)
 
 
-def pad_heads(x: jax.Array, heads: int) -> jax.Array:
-    """[B, T, H, d] with heads of zeros after the H, up to `heads`."""
-    if heads == x.shape[2]:
-        return x
-    return jnp.pad(x, ((0, 0), (0, 0), (0, heads - x.shape[2]), (0, 0)))
+def pad_heads(x: jax.Array, ranks: int) -> jax.Array:
+    """[B, T, H, d] with heads of zeros after the H, up to a multiple of `ranks`."""
+    padding = -x.shape[2] % ranks
+    return jnp.pad(x, ((0, 0), (0, 0), (0, padding), (0, 0))) if padding else x

@@ -14,7 +14,7 @@ from jaxpar.plan import Plan
 from jaxpar.strategies import Step, Strategy
 
 
-def run(x: Inputs, plan: Plan, shared: None) -> jax.Array:
+def run(x: Inputs, plan: Plan, prepared: None) -> jax.Array:
     """Attention over the rank's own bag of keys -> [B, T, H, d] float32."""
     return by_token(x.attend().out)
 

@@ -30,7 +30,7 @@ def all_gather(x: jax.Array, axes: tuple[str, ...], dimension: int = 0) -> jax.A
 
 def all_to_all(x: jax.Array, axes: tuple[str, ...], split: int, concat: int, groups: Groups = None) -> jax.Array:
     """Cut `x` along `split` into a part for each rank; join what arrives, rank by rank, along `concat`."""
-    if not axes:
+    if not axes or _alone(groups):
         return x
     require_varying("all_to_all", x, axes)
     return lax.all_to_all(x, axes, split, concat, axis_index_groups=groups, tiled=True)
@@ -38,8 +38,12 @@ def all_to_all(x: jax.Array, axes: tuple[str, ...], split: int, concat: int, gro
 
 def shift(x: jax.Array, axes: tuple[str, ...], groups: Groups = None) -> jax.Array:
     """What the previous rank has: one hop around the ring of all ranks, or around the ring of each group."""
-    if not axes:
+    if not axes or _alone(groups):
         return x
     require_varying("shift", x, axes)
     rings = [range(lax.axis_size(axes))] if groups is None else groups
     return lax.ppermute(x, axes, [(ring[i - 1], ring[i]) for ring in rings for i in range(len(ring))])
+
+
+def _alone(groups: Groups) -> bool:
+    return groups is not None and all(len(group) == 1 for group in groups)

@@ -11,7 +11,6 @@ from jax.sharding import PartitionSpec as P
 
 from jaxpar.ledger.traffic import Traffic, merge
 from jaxpar.nn.linear import product_rows
-from jaxpar.nn.mlp import local_width
 from jaxpar.registry import chosen
 from jaxpar.strategies import Step
 
@@ -30,11 +29,12 @@ def predict_flops(step: Step) -> dict[str, int]:
     size, hidden, plan = config.head_dim, config.hidden_size, step.plan
     attention = chosen(step)[f"{step.phase}_attention"]
     # In decode ranks of cp share the output projection, and the query projection where the strategy gathers queries.
-    queries = heads.q_stored // step.ranks(plan.active(attention.queries))
-    outputs = heads.q_stored // (step.ranks(plan.sequence) if step.phase == "decode" else 1)
+    queries = step.heads_over_cp if plan.active(attention.query_axes) else heads.q_local
+    outputs = step.heads_over_cp if step.phase == "decode" else heads.q_local
     projections = 2 * rows * hidden * size * (queries + outputs + 2 * heads.kv_local)
     share = step.ranks(plan.width_of("ffn", step.phase)) // step.ranks(plan.width)
-    ffn = 2 * rows * hidden * 3 * (local_width(config.intermediate_size, plan) // share)
+    width = -(-config.intermediate_size // plan.mesh.tp)
+    ffn = 2 * rows * hidden * 3 * -(-width // share)
     tokens = product_rows(step.rows if step.logits else step.lanes, step.itemsize)
     return {
         "attention": config.num_hidden_layers * projections,

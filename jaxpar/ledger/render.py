@@ -74,7 +74,7 @@ def _work(ledger: Ledger) -> list[RenderableType]:
     if work is None or ledger.plan.mesh.cp == 1:
         return []
     rows = [(rank, *pairs) for rank, pairs in enumerate(zip(work.seen, work.computed, strict=True))]
-    title = f"Attention of a request, pairs of query and key, layout {ledger.plan.layout}"
+    title = f"Attention of a request: pairs of a query vector and a key, layout {ledger.plan.layout}"
     summary = (
         f"The slowest rank sees {work.imbalance:.4g} times the mean. Tiles compute {work.excess:.4g} times the pairs "
         f"that queries see; the FLOPs above count all tiles, as if none were left out."
@@ -90,7 +90,7 @@ def _memory(ledger: Ledger, preset: Preset | None) -> RenderableType:
     ]
     if ledger.needed_cache_bytes < ledger.cache_bytes:
         needed = ledger.needed_cache_bytes
-        rows.append((f"  needed of its {ledger.pages} pages", human_bytes(needed), human_bytes(needed * ranks)))
+        rows.append((f"  needed of its {ledger.pages} pages", human_bytes(needed), ""))
     if ledger.compiled is not None:
         name = f"temporaries ({ledger.compiled.backend} compiler)"
         rows.append((name, human_bytes(ledger.compiled.temporary_bytes), ""))

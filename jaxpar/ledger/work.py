@@ -6,6 +6,7 @@ Closed forms count every tile. Here the positions are dealt as a session deals t
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 
 import numpy as np
@@ -19,11 +20,10 @@ from jaxpar.strategies import Step
 
 @dataclass(frozen=True)
 class Work:
-    """Pairs of a query and a key, of one request and one head, over a whole prefill.
+    """Pairs of a query vector and a key, of one request on the ranks of one tp rank, in all layers of a prefill.
 
-    `seen` [cp] are those that each rank's queries see under the causal mask; `computed` [cp] those of the tiles that
-    each rank computes, for as many heads. A rank of Ulysses computes all pairs for some of the heads: its share of
-    them counts.
+    `seen` [cp] are those that the mask lets the queries see which each rank computes; `computed` [cp] those of the
+    tiles that it computes, copies and padding of heads among them.
     """
 
     seen: list[int]
@@ -42,7 +42,7 @@ class Work:
 
 def prefill_work(steps: list[Step], seq: int) -> Work:
     """The work of prefilling one request of `seq` tokens; `steps` are those of its chunks, in order."""
-    plan = steps[0].plan
+    plan, windows = steps[0].plan, Counter(steps[0].config.windows)
     ranks = plan.mesh.cp
     cached: list[list[np.ndarray]] = [[] for _ in range(ranks)]
     seen, computed = np.zeros(ranks, np.int64), np.zeros(ranks, np.int64)
@@ -50,32 +50,36 @@ def prefill_work(steps: list[Step], seq: int) -> Work:
         dealt = [first + held for held in deal(plan.layout, first, min(size, seq - first), ranks, plan.cp_interleave)]
         for rank, held in enumerate(dealt):
             cached[rank].append(held)
-            seen[rank] += (held + 1).sum()
         queries = _padded(dealt, local_tokens(size, plan))
         keys = _padded([np.concatenate(chunks) for chunks in cached], step.keys)
-        computed += _computed(queries, keys, chosen(step)["prefill_attention"].block(step))
+        strategy = chosen(step)[f"{step.phase}_attention"]
+        for rank in range(ranks):
+            share = strategy.share(step, rank)
+            for q_ranks, k_ranks in share.blocks:
+                q, k = queries[q_ranks].ravel(), keys[k_ranks].ravel()
+                for window, layers in windows.items():
+                    seen[rank] += layers * share.real * _seen(q, k, window)
+                    computed[rank] += layers * share.heads * _computed(q, k, window, share.group)
     return Work(seen.tolist(), computed.tolist())
 
 
-def _computed(queries: np.ndarray, keys: np.ndarray, block: tuple[int, int, int]) -> np.ndarray:
-    """Pairs [cp] of the tiles that each rank computes; `queries` [cp, T], `keys` [cp, S] positions of every rank."""
-    ranks, (together, key_ranks, group) = len(queries), block
-    q = queries.reshape(ranks // together, -1)
-    k = keys.reshape(ranks // key_ranks, -1)
-    tile = tile_sizes(q.shape[1], k.shape[1], group)
-    if (tile.queries, tile.keys) == (q.shape[1], k.shape[1]):
-        pairs = np.full(len(q), k.size * tile.queries)  # a problem of one tile is computed in any case
-    else:
-        q, k = _whole_tiles(q, tile.queries), _whole_tiles(k, tile.keys)
-        parts = [sum(int(seen_tiles(a[None], b[None], tile.queries, tile.part, None).sum()) for b in k) for a in q]
-        pairs = np.asarray(parts) * tile.queries * tile.part
-    # The ranks that put their tokens together share the heads.
-    return np.repeat(pairs // together, together)
+def _seen(queries: np.ndarray, keys: np.ndarray, window: int | None) -> int:
+    q, k = queries[queries >= 0], np.sort(keys[keys >= 0])
+    seen = np.searchsorted(k, q, side="right").sum()
+    return int(seen if window is None else seen - np.searchsorted(k, q - window, side="right").sum())
+
+
+def _computed(queries: np.ndarray, keys: np.ndarray, window: int | None, group: int) -> int:
+    tile = tile_sizes(len(queries), len(keys), group)
+    if (tile.queries, tile.keys) == (len(queries), len(keys)):
+        return len(queries) * len(keys)  # a problem of one tile is computed in any case
+    q, k = _whole_tiles(queries, tile.queries), _whole_tiles(keys, tile.keys)
+    return int(seen_tiles(q, k, tile.queries, tile.part, window).sum()) * tile.queries * tile.part
 
 
 def _padded(rows: list[np.ndarray], length: int) -> np.ndarray:
     return np.stack([np.pad(row, (0, length - len(row)), constant_values=-1) for row in rows]).astype(np.int32)
 
 
-def _whole_tiles(x: np.ndarray, tile: int) -> np.ndarray:
-    return np.pad(x, ((0, 0), (0, -x.shape[1] % tile)), constant_values=-1)
+def _whole_tiles(positions: np.ndarray, tile: int) -> np.ndarray:
+    return np.pad(positions, (0, -len(positions) % tile), constant_values=-1)[None]

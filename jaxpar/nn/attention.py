@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 from jax import lax
 
 from jaxpar.attention.cache import Plane, Planes
-from jaxpar.attention.inputs import Inputs, pad_heads
+from jaxpar.attention.inputs import Inputs
 from jaxpar.checkpoint.config import ModelConfig
-from jaxpar.collectives import rank_index
 from jaxpar.errors import PlanError
 from jaxpar.heads import PADDED, HeadLayout, split_heads
 from jaxpar.nn.context import StepContext
-from jaxpar.nn.linear import ColumnParallel, RowParallel, rms_norm
+from jaxpar.nn.linear import ColumnParallel, RowParallel, rms_norm, share_of
 from jaxpar.nn.rope import rotate
 from jaxpar.nn.weights import ZEROS, Block, Source, Weight, weight
 from jaxpar.plan import Plan
@@ -27,7 +27,7 @@ class Attention(nnx.Module):
 
     def __init__(self, config: ModelConfig, plan: Plan, layers: tuple[int, ...]) -> None:
         """Declare the weights of the slot that holds `layers`, one a pipeline stage."""
-        self.heads = split_heads(config.num_attention_heads, config.num_key_value_heads, plan.mesh.tp, plan.mesh.cp)
+        self.heads = split_heads(config.num_attention_heads, config.num_key_value_heads, plan.mesh.tp)
         self.head_dim = config.head_dim
         self.eps = config.rms_norm_eps
         windows = {config.windows[layer] for layer in layers if layer < config.num_hidden_layers}
@@ -76,21 +76,29 @@ class Attention(nnx.Module):
         keys = step.store.key_positions
         scale, group = self.head_dim**-0.5, self.heads.group
         out = step.attention(Inputs(q, bag["k"], bag["v"], step.positions, keys, self.window, scale, group))
-        # Decode leaves each rank of cp with a slice of the heads, prefill with all of them.
-        split = step.plan.sequence if step.phase == "decode" else ()
-        out = out if split else pad_heads(out, self.heads.q_stored)
-        return self.out(out.astype(x.dtype).reshape(lanes * tokens, -1), split), planes
+        out = out.astype(x.dtype).reshape(lanes * tokens, *out.shape[2:])
+        if step.phase == "decode" and step.plan.sequence:
+            return self._finish_share(out, step.plan.sequence), planes
+        return self.out(out.reshape(lanes * tokens, -1)), planes
+
+    def _finish_share(self, out: jax.Array, axes: tuple[str, ...]) -> jax.Array:
+        """Project the heads [B * T, H/n, d] that decode leaves a rank of `axes` with."""
+        mine = share_of(self.heads.q_local, axes)
+        # Zeros for heads at the front of the share that belong to the ranks before, and the rank's own after them.
+        behind = jnp.concatenate([jnp.zeros_like(out), out], axis=1)
+        own = lax.dynamic_slice_in_dim(behind, mine.count - mine.skip, mine.count, axis=1)
+        return self.out.columns(own.reshape(out.shape[0], -1), mine.start * self.head_dim)
 
     def _project(self, x: jax.Array, step: StepContext) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Tokens [B * T, D] -> rotated queries [B * T, H, d] (or a slice of H), rotated keys and values."""
-        kv, stored, size = self.heads.kv_local, self.heads.q_stored, self.head_dim
-        if step.queries:
-            mine = stored // lax.axis_size(step.queries)
-            start = rank_index(step.queries) * mine * size
-            q, both = self.qkv.rows(x, start, mine * size), self.qkv.rows(x, stored * size, 2 * kv * size)
+        """Tokens [B * T, D] -> rotated queries [B * T, H, d] (or a share of H), rotated keys and values."""
+        kv, heads, size = self.heads.kv_local, self.heads.q_local, self.head_dim
+        if step.query_axes:
+            mine = share_of(heads, step.query_axes)
+            q = self.qkv.rows(x, mine.start * size, mine.count * size)
+            both = self.qkv.rows(x, heads * size, 2 * kv * size)
         else:
             together = self.qkv(x)
-            q, both = together[:, : stored * size], together[:, stored * size :]
+            q, both = together[:, : heads * size], together[:, heads * size :]
         q, both = q.reshape(x.shape[0], -1, size), both.reshape(x.shape[0], -1, size)
         k, v = both[:, :kv], both[:, kv:]
         if self.q_norm is not None and self.k_norm is not None:
@@ -105,7 +113,7 @@ def _qkv(config: ModelConfig, heads: HeadLayout, prefix: str, kind: str) -> Sour
     columns = () if kind == "bias" else (config.hidden_size,)
     blocks = []
     for rank in range(heads.tp):
-        for tensor, order, local in ((0, heads.q_heads, heads.q_stored), (1, heads.kv_heads, heads.kv_local),
+        for tensor, order, local in ((0, heads.q_heads, heads.q_local), (1, heads.kv_heads, heads.kv_local),
                                      (2, heads.kv_heads, heads.kv_local)):  # fmt: skip
             blocks += [_head_block(tensor, head, size) for head in order[rank * local : (rank + 1) * local]]
     return Source(

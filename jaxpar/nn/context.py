@@ -18,8 +18,8 @@ class StepContext:
     """Values and chosen strategies of a step.
 
     `positions` [B, T] global positions of the step's tokens (-1: padding); `cos`, `sin` [B * T, head_dim / 2];
-    `store` takes keys and values; `attention` is the plan's strategy, and wants a slice of the query heads over the
-    axes `queries`; `all_reduce` is the function of the plan's strategy.
+    `store` takes keys and values; `attention` is the plan's strategy, and wants a share of the query heads over
+    `query_axes`; `all_reduce` is the function of the plan's strategy.
     """
 
     plan: Plan
@@ -29,5 +29,5 @@ class StepContext:
     sin: jax.Array
     store: KeyStore
     attention: Callable[[Inputs], jax.Array]
-    queries: tuple[str, ...]
+    query_axes: tuple[str, ...]
     all_reduce: AllReduce

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -25,6 +27,27 @@ def product_rows(rows: int, itemsize: int) -> int:
     two, and accelerators fill up their tiles in any case.
     """
     return 2 if rows == 1 and itemsize == 2 else rows
+
+
+@dataclass(frozen=True)
+class Share:
+    """A rank's share of rows that ranks of some axes deal among them: `count` from `start` on.
+
+    Where the rows do not divide, the last shares begin earlier so as not to end beyond them: their first `skip` rows
+    belong to the ranks before.
+    """
+
+    count: int
+    start: jax.Array | int
+    skip: jax.Array | int
+
+
+def share_of(total: int, axes: tuple[str, ...]) -> Share:
+    """This rank's share of `total` rows over `axes`."""
+    count = -(-total // lax.axis_size(axes))
+    first = rank_index(axes) * count
+    start = jnp.minimum(first, total - count)
+    return Share(count, start, first - start)
 
 
 class ColumnParallel(nnx.Module):
@@ -62,14 +85,13 @@ class RowParallel(nnx.Module):
         self.weight = weight
         self.bias = bias
 
-    def __call__(self, x: jax.Array, split: tuple[str, ...] = ()) -> jax.Array:
-        """The rank's partial result, in the dtype in which it is sent.
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """The rank's partial result, in the dtype in which it is sent."""
+        return matmul(x, self.weight[0]).astype(x.dtype)
 
-        `split`: further axes over which the input is split, [T, I/tp/n]; the rank takes its slice of the columns.
-        """
-        w = self.weight[0]
-        if split:
-            w = lax.dynamic_slice_in_dim(w, rank_index(split) * x.shape[1], x.shape[1], axis=1)
+    def columns(self, x: jax.Array, start: jax.Array | int) -> jax.Array:
+        """The same of [T, count]: the part of the input that belongs to as many columns from `start` on."""
+        w = lax.dynamic_slice_in_dim(self.weight[0], start, x.shape[1], axis=1)
         return matmul(x, w).astype(x.dtype)
 
     def add_bias(self, y: jax.Array) -> jax.Array:

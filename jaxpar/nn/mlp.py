@@ -3,20 +3,13 @@
 from __future__ import annotations
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
-from jax import lax
 
 from jaxpar.checkpoint.config import ModelConfig
-from jaxpar.collectives import rank_index
-from jaxpar.nn.linear import ColumnParallel, RowParallel
+from jaxpar.nn.linear import ColumnParallel, RowParallel, share_of
 from jaxpar.nn.weights import Block, Source, weight
 from jaxpar.plan import Plan
-
-
-def local_width(width: int, plan: Plan) -> int:
-    """The width of a tp rank: a multiple of the ranks that share it in decode."""
-    share = plan.mesh.extent(plan.width_of("ffn", "decode")) // plan.mesh.extent(plan.width)
-    return -(-width // (plan.mesh.tp * share)) * share
 
 
 class MLP(nnx.Module):
@@ -31,7 +24,7 @@ class MLP(nnx.Module):
 
         def gate_up(prefix: str, kind: str) -> Source:
             shape = (width,) if kind == "bias" else (width, hidden)
-            rows = local_width(width, plan)
+            rows = -(-width // plan.mesh.tp)
             blocks = tuple(Block(tensor, rank * rows, rows) for rank in range(plan.mesh.tp) for tensor in (0, 1))
             return Source((f"{prefix}gate_proj.{kind}", f"{prefix}up_proj.{kind}"), (shape, shape), blocks)
 
@@ -41,10 +34,7 @@ class MLP(nnx.Module):
             if config.mlp_bias
             else None,
         )
-        mine = local_width(width, plan)
-        downs = tuple(
-            Source.padded(f"{name}down_proj.weight", (hidden, width), plan.mesh.tp, dim=1, rows=mine) for name in names
-        )
+        downs = tuple(Source.padded(f"{name}down_proj.weight", (hidden, width), plan.mesh.tp, dim=1) for name in names)
         biases = tuple(Source.whole(f"{name}down_proj.bias", (hidden,)) for name in names)
         self.down = RowParallel(
             weight(downs, (None, tp), dtype, out_std, stages),
@@ -53,12 +43,15 @@ class MLP(nnx.Module):
 
     def __call__(self, x: jax.Array, split: tuple[str, ...]) -> jax.Array:
         """[T, D] -> a partial sum of [T, D] over tp, and over the axes `split`, whose ranks share the rank's width."""
-        if split:
-            width = self.gate_up.weight[0].shape[0] // 2
-            mine = width // lax.axis_size(split)
-            start = rank_index(split) * mine
-            gate, up = self.gate_up.rows(x, start, mine), self.gate_up.rows(x, width + start, mine)
-        else:
+        width = self.gate_up.weight[0].shape[0] // 2
+        if not split:
             both = self.gate_up(x)
-            gate, up = both[:, : both.shape[1] // 2], both[:, both.shape[1] // 2 :]
-        return self.down((jax.nn.silu(gate) * up).astype(x.dtype), split)
+            return self.down(_gated(both[:, :width], both[:, width:]).astype(x.dtype))
+        mine = share_of(width, split)
+        gate, up = (self.gate_up.rows(x, start, mine.count) for start in (mine.start, width + mine.start))
+        own = jnp.arange(mine.count)[None, :] >= mine.skip
+        return self.down.columns(jnp.where(own, _gated(gate, up), 0.0).astype(x.dtype), mine.start)
+
+
+def _gated(gate: jax.Array, up: jax.Array) -> jax.Array:
+    return jax.nn.silu(gate) * up

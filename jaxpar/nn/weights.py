@@ -47,9 +47,9 @@ class Source:
         return cls((tensor,), (shape,), (Block(0, 0, shape[0]),))
 
     @classmethod
-    def padded(cls, tensor: str, shape: tuple[int, ...], ranks: int, dim: int = 0, rows: int | None = None) -> Source:
-        """A tensor split over `ranks` along `dim`, evenly or as `rows` each, zeros after its end."""
-        rows = rows or -(-shape[dim] // ranks)
+    def padded(cls, tensor: str, shape: tuple[int, ...], ranks: int, dim: int = 0) -> Source:
+        """A tensor split evenly over `ranks` along `dim`, zeros after its end."""
+        rows = -(-shape[dim] // ranks)
         return cls((tensor,), (shape,), tuple(Block(0, rank * rows, rows) for rank in range(ranks)), dim)
 
     @property

@@ -24,10 +24,10 @@ from jaxpar.plan import Plan
 from jaxpar.strategies import Step, Strategy
 
 
-def run(x: Inputs, plan: Plan, shared: None) -> jax.Array:
+def run(x: Inputs, plan: Plan, prepared: None) -> jax.Array:
     """A slice of the query heads [B, T, H/cp, d] -> attention of the same heads over the keys of all ranks."""
     whole = gather_queries(x, plan)
-    return exchange(whole.attend(), whole.q.shape[2], x.q.dtype, plan)
+    return exchange(whole.attend(), x.q.dtype, plan)
 
 
 def traffic(step: Step) -> list[Traffic]:
@@ -50,5 +50,5 @@ STRATEGY = Strategy(
     traffic=traffic,
     check=check,
     flops=own_keys_flops,
-    queries=("cp",),
+    query_axes=("cp",),
 )

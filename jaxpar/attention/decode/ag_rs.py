@@ -5,7 +5,8 @@
     rescale          rank c: its outputs by exp(its LSE - LSE of all)     all-gather of LSE over cp
     reduce-scatter   rank c: the c-th slice of the heads, summed
 
-Decode context parallelism as vLLM runs it. What is sent does not depend on the length of the context.
+Decode context parallelism as vLLM runs it; outputs are rounded to the dtype of the activations before they are summed.
+What is sent does not depend on the length of the context.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from jaxpar.plan import Plan
 from jaxpar.strategies import Step, Strategy
 
 
-def run(x: Inputs, plan: Plan, shared: None) -> jax.Array:
+def run(x: Inputs, plan: Plan, prepared: None) -> jax.Array:
     """A slice of the query heads [B, T, H/cp, d] -> attention of the same heads over the keys of all ranks."""
     whole = gather_queries(x, plan)
     part = whole.attend()
@@ -33,7 +34,7 @@ def run(x: Inputs, plan: Plan, shared: None) -> jax.Array:
     weight = jnp.exp(lse - top) / jnp.where(total == 0, 1.0, total)
     # A weight of 0 must win over a NaN output.
     scaled = jnp.where(weight[..., None] == 0, 0.0, out * weight[..., None])
-    return scatter_sum(pad_heads(scaled, whole.q.shape[2]).astype(x.q.dtype), plan.sequence, dimension=2)
+    return scatter_sum(pad_heads(scaled, plan.mesh.cp).astype(x.q.dtype), plan.sequence, dimension=2)
 
 
 def traffic(step: Step) -> list[Traffic]:
@@ -56,5 +57,5 @@ STRATEGY = Strategy(
     traffic=traffic,
     check=check,
     flops=own_keys_flops,
-    queries=("cp",),
+    query_axes=("cp",),
 )

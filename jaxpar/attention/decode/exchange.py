@@ -9,6 +9,7 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jaxpar.attention.decode.overlap import parts_of
 from jaxpar.attention.inputs import Inputs, by_token, pad_heads
@@ -21,7 +22,7 @@ from jaxpar.plan import Plan
 from jaxpar.strategies import Step
 
 
-def exchange(part: Partial, heads: int, dtype: jnp.dtype, plan: Plan) -> jax.Array:
+def exchange(part: Partial, dtype: jnp.dtype, plan: Plan) -> jax.Array:
     """One all-to-all of outputs and LSE together; the receiver merges.
 
     rank 0 of cp   o0[h0 h1]  ->  o0[h0] o1[h0] merged        keys of rank r give the partial results o_r
@@ -29,40 +30,40 @@ def exchange(part: Partial, heads: int, dtype: jnp.dtype, plan: Plan) -> jax.Arr
 
     Args:
         part: the rank's partial result [K, B, T, G, d], over its own keys.
-        heads: those of the result, padded to a multiple of cp.
         dtype: in which outputs are sent; LSE are float32.
         plan: of the step.
 
     Returns:
-        [B, T, heads / cp, d] float32.
+        [B, T, H / cp, d] float32, rounded up; the last ranks may have heads of zeros at the end.
     """
-    packed = pad_heads(by_token(pack(part, dtype)), heads)[None]
-    return merge_all(unpack(all_to_all(packed, plan.sequence, split=3, concat=0))).out
+    packed = pad_heads(by_token(pack(part, dtype)), plan.mesh.cp)[None]
+    return merge_all(unpack(all_to_all(packed, plan.sequence, split=3, concat=0), dtype)).out
 
 
 def gather_queries(x: Inputs, plan: Plan) -> Inputs:
-    """The query heads of all ranks of cp, each of which projected a slice."""
-    return x._replace(q=all_gather(x.q, plan.sequence, dimension=2))
+    """The query heads of all ranks of cp, each of which projected a share, in order."""
+    heads, count = x.k.shape[0] * x.group, x.q.shape[2]
+    # The last shares begin earlier where heads do not divide (`nn.linear.share_of`).
+    where = [head // count * count + head - min(head // count * count, heads - count) for head in range(heads)]
+    gathered = all_gather(x.q, plan.sequence, dimension=2)
+    return x._replace(q=gathered if heads == gathered.shape[2] else gathered[:, :, np.asarray(where)])
 
 
 def exchange_traffic(step: Step, strategy: str) -> list[Traffic]:
     """One all-to-all a layer and part."""
-    vector = packed_bytes(step.config.head_dim, step.itemsize)
-    return [
-        _row(step, strategy, "all_to_all", part.rows * step.heads.q_stored * vector, all_to_all_bytes)
-        for part in parts_of(step)
-    ]
+    heads = step.plan.mesh.cp * step.heads_over_cp * packed_bytes(step.config.head_dim, step.itemsize)
+    return [_row(step, strategy, "all_to_all", part.rows * heads, all_to_all_bytes) for part in parts_of(step)]
 
 
 def query_traffic(step: Step, strategy: str) -> list[Traffic]:
     """One all-gather a layer and part, of a rank's slice of the queries."""
-    slice_bytes = step.heads.q_stored // step.plan.mesh.cp * step.config.head_dim * step.itemsize
+    slice_bytes = step.heads_over_cp * step.config.head_dim * step.itemsize
     return [_row(step, strategy, "all_gather", part.rows * slice_bytes, all_gather_bytes) for part in parts_of(step)]
 
 
 def rescale_traffic(step: Step, strategy: str) -> list[Traffic]:
     """One all-gather of LSE and one reduce-scatter of outputs, a layer and part."""
-    out = step.heads.q_stored * step.config.head_dim * step.itemsize
+    out = step.plan.mesh.cp * step.heads_over_cp * step.config.head_dim * step.itemsize
     return [
         row
         for part in parts_of(step)

@@ -18,9 +18,9 @@ from jaxpar.plan import Plan
 from jaxpar.strategies import Step, Strategy
 
 
-def run(x: Inputs, plan: Plan, shared: None) -> jax.Array:
+def run(x: Inputs, plan: Plan, prepared: None) -> jax.Array:
     """All query heads [B, T, H, d] -> attention of a slice [B, T, H/cp, d] of them over the keys of all ranks."""
-    return exchange(x.attend(), x.q.shape[2], x.q.dtype, plan)
+    return exchange(x.attend(), x.q.dtype, plan)
 
 
 def traffic(step: Step) -> list[Traffic]:

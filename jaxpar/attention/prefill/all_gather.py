@@ -14,7 +14,7 @@ from jaxpar.attention.tiles import attend_flops
 from jaxpar.collectives import all_gather
 from jaxpar.ledger.traffic import Traffic, all_gather_bytes
 from jaxpar.plan import Plan
-from jaxpar.strategies import Step, Strategy
+from jaxpar.strategies import Share, Step, Strategy, own_share
 
 
 def prepare(q_positions: jax.Array, k_positions: jax.Array, plan: Plan) -> jax.Array:
@@ -22,10 +22,10 @@ def prepare(q_positions: jax.Array, k_positions: jax.Array, plan: Plan) -> jax.A
     return side_by_side(of_every_rank(k_positions, plan))
 
 
-def run(x: Inputs, plan: Plan, shared: jax.Array) -> jax.Array:
+def run(x: Inputs, plan: Plan, prepared: jax.Array) -> jax.Array:
     """Attention of the rank's queries over the keys of all ranks -> [B, T, H, d] float32."""
     k, v = (all_gather(array, plan.sequence, dimension=2) for array in (x.k, x.v))
-    return by_token(x._replace(k=k, v=v, k_positions=shared).attend().out)
+    return by_token(x._replace(k=k, v=v, k_positions=prepared).attend().out)
 
 
 def traffic(step: Step) -> list[Traffic]:
@@ -48,6 +48,11 @@ def flops(step: Step) -> int:
     return step.config.num_hidden_layers * flops
 
 
+def share(step: Step, rank: int) -> Share:
+    """The rank's own queries over the keys of all ranks at once."""
+    return own_share(step, rank)._replace(blocks=[([rank], list(range(step.plan.mesh.cp)))])
+
+
 STRATEGY = Strategy(
     name="all_gather",
     sublayer="prefill_attention",
@@ -59,5 +64,5 @@ STRATEGY = Strategy(
     check=check,
     flops=flops,
     prepare=prepare,
-    block=lambda step: (1, step.plan.mesh.cp, step.heads.group),
+    share=share,
 )

@@ -26,7 +26,7 @@ from jaxpar.collectives import rank_index, shift
 from jaxpar.collectives.move import Groups
 from jaxpar.ledger.traffic import Traffic
 from jaxpar.plan import Plan
-from jaxpar.strategies import Step, Strategy
+from jaxpar.strategies import Share, Step, Strategy, own_share
 
 _Carry = tuple[tuple[jax.Array, jax.Array], Partial]
 
@@ -36,17 +36,17 @@ def prepare(q_positions: jax.Array, k_positions: jax.Array, plan: Plan) -> jax.A
     return of_every_rank(k_positions, plan)
 
 
-def run(x: Inputs, plan: Plan, shared: jax.Array) -> jax.Array:
+def run(x: Inputs, plan: Plan, prepared: jax.Array) -> jax.Array:
     """Attention of the rank's queries over the keys of all ranks -> [B, T, H, d] float32."""
     rank, ranks = rank_index(plan.sequence), plan.mesh.cp
 
     def positions(step: jax.Array | int) -> jax.Array:
-        return of_rank(shared, (rank - step) % ranks)
+        return of_rank(prepared, (rank - step) % ranks)
 
-    return by_token(around(x, positions, ranks, plan.sequence).out)
+    return by_token(ring_attention(x, positions, ranks, plan.sequence).out)
 
 
-def around(
+def ring_attention(
     x: Inputs,
     positions: Callable[[jax.Array | int], jax.Array],
     ranks: int,
@@ -97,6 +97,11 @@ def flops(step: Step) -> int:
     return blocks * attend_flops(step.lanes, heads.q_local, heads.group, step.tokens, step.keys, size)
 
 
+def share(step: Step, rank: int) -> Share:
+    """The rank's own queries over the keys of each rank in turn."""
+    return own_share(step, rank)._replace(blocks=[([rank], [other]) for other in range(step.plan.mesh.cp)])
+
+
 STRATEGY = Strategy(
     name="ring",
     sublayer="prefill_attention",
@@ -108,4 +113,5 @@ STRATEGY = Strategy(
     check=check,
     flops=flops,
     prepare=prepare,
+    share=share,
 )

@@ -22,7 +22,7 @@ from jaxpar.attention.tiles import attend, attend_flops
 from jaxpar.collectives import all_to_all, rank_index, shift
 from jaxpar.ledger.traffic import Traffic, all_to_all_bytes
 from jaxpar.plan import Plan
-from jaxpar.strategies import Step, Strategy
+from jaxpar.strategies import Share, Step, Strategy, own_share
 
 
 def prepare(q_positions: jax.Array, k_positions: jax.Array, plan: Plan) -> jax.Array:
@@ -30,13 +30,13 @@ def prepare(q_positions: jax.Array, k_positions: jax.Array, plan: Plan) -> jax.A
     return of_every_rank(q_positions, plan)
 
 
-def run(x: Inputs, plan: Plan, shared: jax.Array) -> jax.Array:
+def run(x: Inputs, plan: Plan, prepared: jax.Array) -> jax.Array:
     """Attention of the rank's queries over the keys of all ranks -> [B, T, H, d] float32."""
     axes, ranks = plan.sequence, plan.mesh.cp
     rank = rank_index(axes)
 
     def visit(q: jax.Array, step: jax.Array | int) -> jax.Array:
-        q_positions = of_rank(shared, (rank - step) % ranks)
+        q_positions = of_rank(prepared, (rank - step) % ranks)
         return pack(attend(q, x.k, x.v, q_positions, x.k_positions, x.window, x.scale), x.q.dtype)
 
     def hop(q: jax.Array, step: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -46,7 +46,7 @@ def run(x: Inputs, plan: Plan, shared: jax.Array) -> jax.Array:
     q, parts = lax.scan(hop, x.grouped, jnp.arange(ranks - 1))
     parts = jnp.concatenate([parts, visit(q, ranks - 1)[None]])
     of_owner = jnp.take(parts, (rank - jnp.arange(ranks)) % ranks, axis=0)
-    return by_token(merge_all(unpack(all_to_all(of_owner, axes, split=0, concat=0))).out)
+    return by_token(merge_all(unpack(all_to_all(of_owner, axes, split=0, concat=0), x.q.dtype)).out)
 
 
 def traffic(step: Step) -> list[Traffic]:
@@ -74,6 +74,11 @@ def flops(step: Step) -> int:
     return visits * attend_flops(step.lanes, heads.q_local, heads.group, step.tokens, step.keys, size)
 
 
+def share(step: Step, rank: int) -> Share:
+    """The queries of each rank in turn over the rank's own keys."""
+    return own_share(step, rank)._replace(blocks=[([other], [rank]) for other in range(step.plan.mesh.cp)])
+
+
 STRATEGY = Strategy(
     name="ring_q",
     sublayer="prefill_attention",
@@ -85,4 +90,5 @@ STRATEGY = Strategy(
     check=check,
     flops=flops,
     prepare=prepare,
+    share=share,
 )

@@ -22,7 +22,7 @@ from jaxpar.collectives.move import Groups
 from jaxpar.heads import PADDED, HeadLayout, split_heads
 from jaxpar.ledger.traffic import Traffic, all_to_all_bytes
 from jaxpar.plan import Plan
-from jaxpar.strategies import Step, Strategy
+from jaxpar.strategies import Share, Step, Strategy
 
 
 def prepare(q_positions: jax.Array, k_positions: jax.Array, plan: Plan) -> tuple[jax.Array, jax.Array]:
@@ -31,10 +31,10 @@ def prepare(q_positions: jax.Array, k_positions: jax.Array, plan: Plan) -> tuple
     return side_by_side(q), side_by_side(k)
 
 
-def run(x: Inputs, plan: Plan, shared: tuple[jax.Array, jax.Array]) -> jax.Array:
+def run(x: Inputs, plan: Plan, prepared: tuple[jax.Array, jax.Array]) -> jax.Array:
     """Attention of the rank's queries over the keys of all ranks -> [B, T, H, d]."""
     layout = heads_over(x.k.shape[0], x.group, plan.mesh.cp)
-    mine = to_heads(x, layout, plan.sequence)._replace(q_positions=shared[0], k_positions=shared[1])
+    mine = to_heads(x, layout, plan.sequence)._replace(q_positions=prepared[0], k_positions=prepared[1])
     return to_tokens(by_token(mine.attend().out).astype(x.q.dtype), layout, plan.sequence)
 
 
@@ -87,9 +87,11 @@ def exchange_flops(step: Step, ranks: int) -> int:
     return step.config.num_hidden_layers * flops
 
 
-def exchange_block(step: Step, ranks: int) -> tuple[int, int, int]:
-    """`Strategy.block` of the exchange over groups of `ranks`."""
-    return ranks, ranks, _layout(step, ranks).group
+def heads_share(step: Step, rank: int, ranks: int, blocks: list[tuple[list[int], list[int]]]) -> Share:
+    """What a rank attends to after the exchange over groups of `ranks`: `blocks` for its share of the heads."""
+    layout = _layout(step, ranks)
+    mine = layout.q_heads[rank % ranks * layout.q_local : (rank % ranks + 1) * layout.q_local]
+    return Share(blocks, layout.q_local, sum(head != PADDED for head in mine), layout.group)
 
 
 def _layout(step: Step, ranks: int) -> HeadLayout:
@@ -118,6 +120,12 @@ def flops(step: Step) -> int:
     return exchange_flops(step, step.plan.mesh.cp)
 
 
+def share(step: Step, rank: int) -> Share:
+    """All queries over all keys, for the rank's heads."""
+    everyone = list(range(step.plan.mesh.cp))
+    return heads_share(step, rank, step.plan.mesh.cp, [(everyone, everyone)])
+
+
 STRATEGY = Strategy(
     name="ulysses",
     sublayer="prefill_attention",
@@ -129,5 +137,5 @@ STRATEGY = Strategy(
     check=check,
     flops=flops,
     prepare=prepare,
-    block=lambda step: exchange_block(step, step.plan.mesh.cp),
+    share=share,
 )

@@ -15,19 +15,19 @@ from jax import lax
 
 from jaxpar.attention.inputs import Inputs, by_token
 from jaxpar.attention.prefill.positions import gather_traffic, of_every_rank, side_by_side
-from jaxpar.attention.prefill.ring import around
+from jaxpar.attention.prefill.ring import ring_attention
 from jaxpar.attention.prefill.ulysses import (
-    exchange_block,
     exchange_flops,
     exchange_traffic,
     heads_over,
+    heads_share,
     to_heads,
     to_tokens,
 )
 from jaxpar.collectives import rank_index
 from jaxpar.ledger.traffic import Traffic
 from jaxpar.plan import Plan
-from jaxpar.strategies import Step, Strategy
+from jaxpar.strategies import Share, Step, Strategy
 
 
 def inner_degree(plan: Plan, kv_heads: int) -> int:
@@ -41,7 +41,7 @@ def prepare(q_positions: jax.Array, k_positions: jax.Array, plan: Plan) -> tuple
     return of_every_rank(q_positions, plan), of_every_rank(k_positions, plan)
 
 
-def run(x: Inputs, plan: Plan, shared: tuple[jax.Array, jax.Array]) -> jax.Array:
+def run(x: Inputs, plan: Plan, prepared: tuple[jax.Array, jax.Array]) -> jax.Array:
     """Attention of the rank's queries over the keys of all ranks -> [B, T, H, d]."""
     axes, inner = plan.sequence, inner_degree(plan, x.k.shape[0])
     outer = plan.mesh.cp // inner
@@ -53,8 +53,8 @@ def run(x: Inputs, plan: Plan, shared: tuple[jax.Array, jax.Array]) -> jax.Array
         return side_by_side(lax.dynamic_slice_in_dim(every, group * inner, inner))
 
     layout = heads_over(x.k.shape[0], x.group, inner)
-    whole = to_heads(x, layout, axes, inside)._replace(q_positions=positions(shared[0], mine))
-    part = around(whole, lambda step: positions(shared[1], (mine - step) % outer), outer, axes, rings)
+    whole = to_heads(x, layout, axes, inside)._replace(q_positions=positions(prepared[0], mine))
+    part = ring_attention(whole, lambda step: positions(prepared[1], (mine - step) % outer), outer, axes, rings)
     return to_tokens(by_token(part.out).astype(x.q.dtype), layout, axes, inside)
 
 
@@ -89,6 +89,13 @@ def flops(step: Step) -> int:
     return step.plan.mesh.cp // inner * exchange_flops(step, inner)
 
 
+def share(step: Step, rank: int) -> Share:
+    """The queries of the rank's inner group over the keys of each group in turn, for the rank's heads."""
+    inner, cp = inner_degree(step.plan, step.heads.kv_local), step.plan.mesh.cp
+    groups = [list(range(first, first + inner)) for first in range(0, cp, inner)]
+    return heads_share(step, rank, inner, [(groups[rank // inner], other) for other in groups])
+
+
 STRATEGY = Strategy(
     name="usp",
     sublayer="prefill_attention",
@@ -100,5 +107,5 @@ STRATEGY = Strategy(
     check=check,
     flops=flops,
     prepare=prepare,
-    block=lambda step: exchange_block(step, inner_degree(step.plan, step.heads.kv_local)),
+    share=share,
 )
