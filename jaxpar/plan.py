@@ -49,6 +49,8 @@ class Sublayer:
 class Plan:
     """One way to run a model on a mesh; the fields are the keyword arguments of `jaxpar.load`.
 
+    `prefill_attention`, `decode_attention` and `all_reduce` name strategies of the registry (`jaxpar strategies`);
+    "auto" chooses for each step. `experts_over` are the axes over which experts are split.
     `layout` deals the tokens of a prefill chunk over cp, `cp_interleave` is the number of positions that follow one
     another on a rank where they are striped. `ulysses_degree` is how much of cp `usp` gives to its all-to-all (0: as
     much as KV heads allow). `decode_overlap` is the number of parts in which a decode step's requests go through

@@ -21,6 +21,8 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
 
 import jaxpar
+from jaxpar.layout import LAYOUTS
+from jaxpar.registry import STRATEGIES
 
 REPOSITORY = Path(__file__).parent.parent
 JAXPAR = (sys.executable, "-W", "error", "-m", "jaxpar")
@@ -158,3 +160,13 @@ def test_characters_that_the_output_cannot_show_are_escaped(tmp_path: Path) -> N
 
     assert shown().startswith(r"caf\xe9: Achtfach \xe9" + "\n")
     assert json.loads(shown("--json"))["preset"]["description"] == "Achtfach é"
+
+
+@pytest.mark.parametrize("command", ["generate", "verify", "ledger"])
+def test_the_help_of_an_option_names_every_strategy_that_it_may_choose(command: str) -> None:
+    shown = " ".join(run(command, "--help").out.split())
+    for strategy in STRATEGIES:
+        if strategy.sublayer in ("prefill_attention", "decode_attention") and strategy.name != "local":
+            assert strategy.name in shown
+    for layout in LAYOUTS:
+        assert layout in shown

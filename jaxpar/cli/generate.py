@@ -49,6 +49,7 @@ def generate(
     dtype: Dtype = None,
     *,
     plan: dict[str, Any],
+    max_num_seqs: Annotated[int, typer.Option(help="Most prompts that a replica runs at once.")] = 64,
     platform: Platform = None,
     profile: Annotated[
         Path | None,
@@ -85,7 +86,7 @@ def generate(
 
         if profile is not None:
             check_writable(profile)
-        runner = load(checkpoint, preset or spec, platform, dtype=dtype, **plan)
+        runner = load(checkpoint, preset or spec, platform, dtype=dtype, max_num_seqs=max_num_seqs, **plan)
         if profile is not None:
             status.say("Compiling: a first run, which is not profiled")
             collect(runner.stream(ids, **options), len(ids))

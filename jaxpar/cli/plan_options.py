@@ -1,4 +1,4 @@
-"""The options that say how a model runs, one for each field of the plan, the same for every command that runs one."""
+"""The options that say how a model runs: fields of the plan, the same for every command that runs or counts one."""
 
 from __future__ import annotations
 
@@ -22,9 +22,8 @@ _HELP: dict[str, str] = {
     "sequence_parallel": "Split the residual stream over tp along its tokens.",
     "chunk": "Most tokens of a prompt that one prefill step takes.",
     "page_size": "Tokens of a KV cache page.",
-    "max_num_seqs": "Most prompts that a replica runs at once.",
 }
-"""Help for each field that is an option; the mesh, the dtype and what has a single value so far are none."""
+"""Help for each field that is an option of all of them; the mesh, the dtype and what has one value so far are none."""
 
 
 def takes_plan(command: Callable[..., None]) -> Callable[..., None]:

@@ -6,6 +6,7 @@
     rank 2      q2    q1    q0    q3
 
 Queries and their results are as long as the chunk, however long the cached prefix: the better deal for a short chunk.
+A rank holds partial results for all of its tokens until the end, which does not fall with cp.
 """
 
 from __future__ import annotations
@@ -84,7 +85,7 @@ STRATEGY = Strategy(
     sublayer="prefill_attention",
     axes=("cp",),
     collectives=("all_gather", "ppermute", "all_to_all"),
-    needs="any shape",
+    needs="memory for partial results of the whole chunk",
     run=run,
     traffic=traffic,
     check=check,
