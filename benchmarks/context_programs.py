@@ -1,4 +1,4 @@
-"""Causal prefill attention of one layer, split over cp: the strategies' own programs, and others to hold them against."""
+"""Causal prefill attention of one layer over cp: the strategies' own programs, and others to hold them against."""
 
 from __future__ import annotations
 
