@@ -78,6 +78,15 @@ def cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
+def use_one_core() -> None:
+    """Pin this process to its last core, where that can be done: times are then those of all ranks' work together.
+
+    To be called before JAX starts. On more cores faked devices run beside one another, and one device alone does not.
+    """
+    if hasattr(os, "sched_setaffinity"):
+        os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
+
+
 def machine() -> dict[str, Any]:
     """What a reader needs to judge absolute figures by."""
     return {"cpu": _cpu_model(), "cores": cores(), "python": platform.python_version(), "jax": version("jax")}
@@ -165,6 +174,37 @@ def draw_bars(
     axes.grid(axis="y", alpha=0.3)
     axes.set_axisbelow(True)
     axes.margins(y=0.12)
+    axes.legend(frameon=False, fontsize=8, loc="upper left", bbox_to_anchor=(1, 1))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    drawing.savefig(path, dpi=120)
+
+
+def draw_lines(
+    path: Path, title: str, across: str, quantity: str, lines: Mapping[str, Sequence[tuple[float, Spread]]]
+) -> None:
+    """Draw medians against a quantity that doubles, on logarithmic axes, with a line at 1."""
+    from matplotlib.figure import Figure
+
+    drawing = Figure(figsize=(7.5, 3.8), layout="constrained")
+    axes = drawing.subplots()
+    for place, (name, points) in enumerate(lines.items()):
+        at, spreads = zip(*points, strict=True)
+        color, style = _COLORS[place % len(_COLORS)], "-" if place < len(_COLORS) else "--"
+        axes.plot(at, [spread.median for spread in spreads], style, marker="o", markersize=4, color=color, label=name)
+        axes.fill_between(
+            at, [spread.low for spread in spreads], [spread.high for spread in spreads], color=color, alpha=0.12
+        )
+    axes.axhline(1, color="#444", linewidth=0.8, linestyle="--")
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log", base=2)
+    ticks = sorted({at for points in lines.values() for at, _ in points})
+    axes.set_xticks(ticks, [f"{tick:.0f}" for tick in ticks])
+    axes.yaxis.set_major_formatter(lambda value, _: figure(value))
+    axes.set_xlabel(across)
+    axes.set_ylabel(quantity)
+    axes.set_title(title, loc="left", fontsize=10)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.grid(axis="y", alpha=0.3)
     axes.legend(frameon=False, fontsize=8, loc="upper left", bbox_to_anchor=(1, 1))
     path.parent.mkdir(parents=True, exist_ok=True)
     drawing.savefig(path, dpi=120)
