@@ -89,7 +89,7 @@ class Plan:
             raise PlanError(
                 f"ulysses_degree={self.ulysses_degree} is for prefill_attention='usp': choose it, or leave this"
             )
-        if self.cp_interleave > 1 and self.cp_interleave * self.mesh.cp > self.chunk:
+        if self.cp_interleave > 1 and self.mesh.cp > 1 and self.cp_interleave * self.mesh.cp > self.chunk:
             raise PlanError(
                 f"cp_interleave={self.cp_interleave} on cp={self.mesh.cp} leaves ranks without tokens of a chunk of "
                 f"{self.chunk}: use at most {max(1, self.chunk // self.mesh.cp)}, or larger chunks"

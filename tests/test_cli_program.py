@@ -131,7 +131,10 @@ def test_one_prompt_on_a_terminal_streams_after_its_prompt_and_figures_follow(mo
 
 
 def test_ctrl_c_ends_a_run_with_status_130_and_no_traceback(model: Path) -> None:
-    with on_a_terminal("generate", model, "--prompt", "w1 w2", "--max-new-tokens", "4000") as (process, terminal):
+    with on_a_terminal("generate", model, "--prompt", "w1 w2", "--max-new-tokens", "4000", "--ignore-eos") as (
+        process,
+        terminal,
+    ):
         read_until(terminal, "w1 w2")
         process.send_signal(signal.SIGINT)
         rest = read_until(terminal, None)
