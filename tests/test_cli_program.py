@@ -45,7 +45,14 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def on_a_terminal(*arguments: object) -> Iterator[tuple[subprocess.Popen[bytes], int]]:
     """Start `jaxpar <arguments>` on a terminal of its own; gives the process and the terminal's other end."""
     ours, theirs = os.openpty()
-    process = subprocess.Popen([*JAXPAR, *map(str, arguments)], env=ENVIRONMENT, stdout=theirs, stderr=theirs)
+    process = subprocess.Popen(
+        [*JAXPAR, *map(str, arguments)],
+        env=ENVIRONMENT,
+        stdout=theirs,
+        stderr=theirs,
+        # Tests that run in the background of a shell inherit that Ctrl-C is ignored.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+    )
     os.close(theirs)
     try:
         yield process, ours
@@ -131,10 +138,8 @@ def test_one_prompt_on_a_terminal_streams_after_its_prompt_and_figures_follow(mo
 
 
 def test_ctrl_c_ends_a_run_with_status_130_and_no_traceback(model: Path) -> None:
-    with on_a_terminal("generate", model, "--prompt", "w1 w2", "--max-new-tokens", "4000", "--ignore-eos") as (
-        process,
-        terminal,
-    ):
+    command = ("generate", model, "--prompt", "w1 w2", "--max-new-tokens", "4000", "--ignore-eos")
+    with on_a_terminal(*command) as (process, terminal):
         read_until(terminal, "w1 w2")
         process.send_signal(signal.SIGINT)
         rest = read_until(terminal, None)
