@@ -11,7 +11,7 @@ import numpy as np
 
 from jaxpar.checkpoint.config import ModelConfig
 from jaxpar.heads import HeadLayout, split_heads
-from jaxpar.ledger.traffic import Traffic
+from jaxpar.ledger.traffic import SENT_BYTES, Traffic
 from jaxpar.plan import Phase, Plan
 
 
@@ -66,6 +66,22 @@ class Step:
     def ranks(self, axes: tuple[str, ...]) -> int:
         """The size of the group that `axes` span."""
         return int(np.prod([self.plan.mesh.sizes[axis] for axis in axes], dtype=np.int64))
+
+    def sends(
+        self,
+        scope: tuple[str, str],
+        collective: str,
+        axes: tuple[str, ...],
+        calls: int,
+        message_bytes: int,
+        ranks: int | None = None,
+    ) -> Traffic:
+        """What `calls` of a collective send for the (sublayer, strategy) of `scope`.
+
+        `ranks` is the size of its groups where they are equal parts of the axes.
+        """
+        sent = SENT_BYTES[collective](message_bytes, self.ranks(axes) if ranks is None else ranks)
+        return Traffic(*scope, collective, axes, calls, message_bytes, calls * sent)
 
 
 def _none(step: Step) -> int:

@@ -18,7 +18,7 @@ from jax import lax
 
 from jaxpar.collectives.move import all_gather
 from jaxpar.collectives.reduce import all_sum, scatter_sum
-from jaxpar.ledger.traffic import Traffic, all_gather_bytes, all_reduce_bytes, reduce_scatter_bytes
+from jaxpar.ledger.traffic import Traffic
 from jaxpar.plan import Sublayer
 from jaxpar.strategies import Step
 
@@ -55,31 +55,17 @@ def enter_traffic(step: Step, scope: tuple[str, str], gather: tuple[str, ...], c
     """What `enter` sends for the (sublayer, strategy) of `scope`: all-gathers of a rank's slice of the rows."""
     if not gather:
         return []
-    ranks = step.ranks(gather)
-    message = -(-step.rows // ranks) * step.row_bytes
-    return [Traffic(*scope, "all_gather", gather, calls, message, calls * all_gather_bytes(message, ranks))]
+    message = -(-step.rows // step.ranks(gather)) * step.row_bytes
+    return [step.sends(scope, "all_gather", gather, calls, message)]
 
 
-def leave_traffic(
-    step: Step,
-    scope: tuple[str, str],
-    sublayer: Sublayer,
-    calls: int,
-    all_reduce: Callable[[int, int], int] = all_reduce_bytes,
-) -> list[Traffic]:
-    """What `leave` sends: reduce-scatters of the rows, filled up to a multiple of the ranks; sums of what is left.
-
-    `all_reduce` (bytes of a message, ranks) -> bytes that each sends is that of the strategy that sums.
-    """
+def leave_traffic(step: Step, scope: tuple[str, str], sublayer: Sublayer, calls: int) -> list[Traffic]:
+    """What `leave` sends: reduce-scatters of the rows, filled up to a multiple of the ranks; sums of what is left."""
     rows, found = step.rows, []
     if sublayer.scatter:
         ranks = step.ranks(sublayer.scatter)
         rows = -(-rows // ranks)
-        message = rows * ranks * step.row_bytes
-        sent = calls * reduce_scatter_bytes(message, ranks)
-        found.append(Traffic(*scope, "reduce_scatter", sublayer.scatter, calls, message, sent))
+        found.append(step.sends(scope, "reduce_scatter", sublayer.scatter, calls, rows * ranks * step.row_bytes))
     if sublayer.sum:
-        message = rows * step.row_bytes
-        sent = calls * all_reduce(message, step.ranks(sublayer.sum))
-        found.append(Traffic(*scope, "all_reduce", sublayer.sum, calls, message, sent))
+        found.append(step.sends(scope, "all_reduce", sublayer.sum, calls, rows * step.row_bytes))
     return found

@@ -19,7 +19,7 @@ from flax import nnx
 from jax.sharding import PartitionSpec as P
 
 from jaxpar.collectives import all_sum
-from jaxpar.ledger.traffic import Traffic, all_reduce_bytes, merge
+from jaxpar.ledger.traffic import Traffic, merge
 from jaxpar.mesh import AXES
 from jaxpar.nn.decoder import Decoder
 from jaxpar.plan import Plan
@@ -64,11 +64,7 @@ def traffic(step: Step) -> list[Traffic]:
         local = weight.abstract.size // step.ranks(split_axes(weight.spec))
         messages.append((axes, local * weight.abstract.dtype.itemsize))
     messages += [(axes, 4) for axes in {split_axes(weight.spec) for weight in weights}]
-    return merge(
-        Traffic("gradient", "psum", "all_reduce", axes, 1, size, all_reduce_bytes(size, step.ranks(axes)))
-        for axes, size in messages
-        if axes
-    )
+    return merge(step.sends(("gradient", "psum"), "all_reduce", axes, 1, size) for axes, size in messages if axes)
 
 
 def check(step: Step) -> str | None:

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxpar.collectives import all_max, all_sum
-from jaxpar.ledger.traffic import Traffic, all_reduce_bytes
+from jaxpar.ledger.traffic import Traffic
 from jaxpar.strategies import Step, Strategy
 from jaxpar.vocabulary.head import vocabulary_ids
 
@@ -45,11 +45,8 @@ def traffic(step: Step) -> list[Traffic]:
     """All-reduces of [N] and [2, N] float32 over tp and of one over dp, forward; backward nothing is sent."""
     width, requests, value = step.plan.width, step.plan.requests, 4
     messages = [(width, step.rows * value), (width, 2 * step.rows * value), (requests, value)]
-    return [
-        Traffic("loss", "vocab_parallel", "all_reduce", axes, 1, size, all_reduce_bytes(size, step.ranks(axes)))
-        for axes, size in messages
-        if axes
-    ]
+    scope = ("loss", "vocab_parallel")
+    return [step.sends(scope, "all_reduce", axes, 1, size) for axes, size in messages if axes]
 
 
 def check(step: Step) -> str | None:

@@ -12,7 +12,7 @@ from jax import lax
 
 from jaxpar.collectives import enter, pick_rows
 from jaxpar.collectives.exchange import enter_traffic
-from jaxpar.ledger.traffic import Traffic, all_reduce_bytes
+from jaxpar.ledger.traffic import Traffic
 from jaxpar.nn.linear import matmul
 from jaxpar.plan import Sublayer
 from jaxpar.strategies import Step, Strategy
@@ -62,8 +62,7 @@ def traffic(step: Step) -> list[Traffic]:
         return enter_traffic(step, scope, step.plan.sublayer("vocabulary", step.phase).gather, 1)
     if not axes:
         return []
-    message = step.lanes * step.row_bytes
-    return [Traffic(*scope, "all_reduce", axes, 1, message, all_reduce_bytes(message, step.ranks(axes)))]
+    return [step.sends(scope, "all_reduce", axes, 1, step.lanes * step.row_bytes)]
 
 
 def check(step: Step) -> str | None:

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxpar.collectives import all_max, all_min, all_sum
-from jaxpar.ledger.traffic import Traffic, all_reduce_bytes
+from jaxpar.ledger.traffic import Traffic
 from jaxpar.strategies import Step, Strategy
 from jaxpar.vocabulary.head import vocabulary_ids
 
@@ -143,15 +143,13 @@ def traffic(step: Step) -> list[Traffic]:
     axes = step.plan.width
     if not axes or step.logits:
         return []
-    ranks, value = step.ranks(axes), step.lanes * 4
+    value = step.lanes * 4
     sizes = {value: 2, 2 * value: 1}
     if step.sampled:
         sizes[value] += 2
         sizes[_CANDIDATES * value] = 2 * _ROUNDS
-    return [
-        Traffic("sampling", "vocab_parallel", "all_reduce", axes, calls, size, calls * all_reduce_bytes(size, ranks))
-        for size, calls in sizes.items()
-    ]
+    scope = ("sampling", "vocab_parallel")
+    return [step.sends(scope, "all_reduce", axes, calls, size) for size, calls in sizes.items()]
 
 
 def check(step: Step) -> str | None:

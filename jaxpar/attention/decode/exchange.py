@@ -5,8 +5,6 @@ After it the heads of a rank's width lie over (tp, cp): rank c of cp has the c-t
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -17,7 +15,7 @@ from jaxpar.attention.packed import pack, packed_bytes, unpack
 from jaxpar.attention.partial import Partial, merge_all
 from jaxpar.attention.tiles import attend_flops
 from jaxpar.collectives import all_gather, all_to_all
-from jaxpar.ledger.traffic import Traffic, all_gather_bytes, all_to_all_bytes, reduce_scatter_bytes
+from jaxpar.ledger.traffic import Traffic
 from jaxpar.plan import Plan
 from jaxpar.strategies import Step
 
@@ -52,13 +50,13 @@ def gather_queries(x: Inputs, plan: Plan) -> Inputs:
 def exchange_traffic(step: Step, strategy: str) -> list[Traffic]:
     """One all-to-all a layer and part."""
     heads = step.plan.mesh.cp * step.heads_over_cp * packed_bytes(step.config.head_dim, step.itemsize)
-    return [_row(step, strategy, "all_to_all", part.rows * heads, all_to_all_bytes) for part in parts_of(step)]
+    return [_in_layers(step, strategy, "all_to_all", part.rows * heads) for part in parts_of(step)]
 
 
 def query_traffic(step: Step, strategy: str) -> list[Traffic]:
     """One all-gather a layer and part, of a rank's slice of the queries."""
     slice_bytes = step.heads_over_cp * step.config.head_dim * step.itemsize
-    return [_row(step, strategy, "all_gather", part.rows * slice_bytes, all_gather_bytes) for part in parts_of(step)]
+    return [_in_layers(step, strategy, "all_gather", part.rows * slice_bytes) for part in parts_of(step)]
 
 
 def rescale_traffic(step: Step, strategy: str) -> list[Traffic]:
@@ -68,17 +66,16 @@ def rescale_traffic(step: Step, strategy: str) -> list[Traffic]:
         row
         for part in parts_of(step)
         for row in (
-            _row(step, strategy, "all_gather", part.rows * step.heads.q_local * 4, all_gather_bytes),
-            _row(step, strategy, "reduce_scatter", part.rows * out, reduce_scatter_bytes),
+            _in_layers(step, strategy, "all_gather", part.rows * step.heads.q_local * 4),
+            _in_layers(step, strategy, "reduce_scatter", part.rows * out),
         )
     ]
 
 
-def _row(step: Step, strategy: str, collective: str, message: int, sent: Callable[[int, int], int]) -> Traffic:
+def _in_layers(step: Step, strategy: str, collective: str, message: int) -> Traffic:
     """A collective over cp in every layer."""
-    layers, total = step.config.num_hidden_layers, sent(message, step.plan.mesh.cp)
-    axes = step.plan.sequence
-    return Traffic("decode_attention", strategy, collective, axes, layers, message, layers * total)
+    scope, layers = ("decode_attention", strategy), step.config.num_hidden_layers
+    return step.sends(scope, collective, step.plan.sequence, layers, message)
 
 
 def own_keys_flops(step: Step) -> int:

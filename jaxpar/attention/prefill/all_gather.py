@@ -12,7 +12,7 @@ from jaxpar.attention.inputs import Inputs, by_token
 from jaxpar.attention.prefill.positions import gather_traffic, of_every_rank, side_by_side
 from jaxpar.attention.tiles import attend_flops
 from jaxpar.collectives import all_gather
-from jaxpar.ledger.traffic import Traffic, all_gather_bytes
+from jaxpar.ledger.traffic import Traffic
 from jaxpar.plan import Plan
 from jaxpar.strategies import Share, Step, Strategy, own_share
 
@@ -30,10 +30,11 @@ def run(x: Inputs, plan: Plan, prepared: jax.Array) -> jax.Array:
 
 def traffic(step: Step) -> list[Traffic]:
     """Two all-gathers a layer, of keys and of values; positions once."""
-    axes, calls, message = step.plan.sequence, 2 * step.config.num_hidden_layers, step.key_bytes
-    sent = calls * all_gather_bytes(message, step.plan.mesh.cp)
-    row = Traffic("prefill_attention", "all_gather", "all_gather", axes, calls, message, sent)
-    return [*gather_traffic(step, "all_gather", step.keys), row]
+    scope, calls = ("prefill_attention", "all_gather"), 2 * step.config.num_hidden_layers
+    return [
+        *gather_traffic(step, "all_gather", step.keys),
+        step.sends(scope, "all_gather", step.plan.sequence, calls, step.key_bytes),
+    ]
 
 
 def check(step: Step) -> str | None:

@@ -6,7 +6,7 @@ import jax
 from jax import lax
 
 from jaxpar.collectives import all_gather
-from jaxpar.ledger.traffic import Traffic, all_gather_bytes
+from jaxpar.ledger.traffic import Traffic
 from jaxpar.plan import Plan
 from jaxpar.strategies import Step
 
@@ -28,9 +28,5 @@ def side_by_side(every: jax.Array) -> jax.Array:
 
 def gather_traffic(step: Step, strategy: str, *lengths: int) -> list[Traffic]:
     """What gathering positions of `lengths` per lane sends, once for all layers."""
-    ranks = step.ranks(step.plan.sequence)
-    scope = ("prefill_attention", strategy)
-    return [
-        Traffic(*scope, "all_gather", step.plan.sequence, 1, message, all_gather_bytes(message, ranks))
-        for message in (step.lanes * length * 4 for length in lengths)
-    ]
+    scope, axes = ("prefill_attention", strategy), step.plan.sequence
+    return [step.sends(scope, "all_gather", axes, 1, step.lanes * length * 4) for length in lengths]

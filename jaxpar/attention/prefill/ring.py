@@ -77,12 +77,20 @@ def ring_attention(
     return attend_to(ranks - 1, keys, done)
 
 
+def hop_traffic(step: Step, strategy: str, ranks: int, message: int) -> list[Traffic]:
+    """The hops around rings of `ranks` of keys of `message` bytes, and of as many values, in all layers."""
+    if ranks == 1:
+        return []
+    hops = 2 * step.config.num_hidden_layers * (ranks - 1)
+    return [step.sends(("prefill_attention", strategy), "ppermute", step.plan.sequence, hops, message)]
+
+
 def traffic(step: Step) -> list[Traffic]:
     """Cp - 1 hops of a rank's keys and of its values in each layer; positions once."""
-    hops = 2 * step.config.num_hidden_layers * (step.plan.mesh.cp - 1)
-    message = step.key_bytes
-    row = Traffic("prefill_attention", "ring", "ppermute", step.plan.sequence, hops, message, hops * message)
-    return [*gather_traffic(step, "ring", step.keys), row]
+    return [
+        *gather_traffic(step, "ring", step.keys),
+        *hop_traffic(step, "ring", step.plan.mesh.cp, step.key_bytes),
+    ]
 
 
 def check(step: Step) -> str | None:

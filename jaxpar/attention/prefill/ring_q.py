@@ -21,7 +21,7 @@ from jaxpar.attention.partial import merge_all
 from jaxpar.attention.prefill.positions import gather_traffic, of_every_rank, of_rank
 from jaxpar.attention.tiles import attend, attend_flops
 from jaxpar.collectives import all_to_all, rank_index, shift
-from jaxpar.ledger.traffic import Traffic, all_to_all_bytes
+from jaxpar.ledger.traffic import Traffic
 from jaxpar.plan import Plan
 from jaxpar.strategies import Share, Step, Strategy, own_share
 
@@ -54,12 +54,12 @@ def traffic(step: Step) -> list[Traffic]:
     """Cp - 1 hops of the queries and one all-to-all of partial results in each layer; positions once."""
     layers, ranks, axes = step.config.num_hidden_layers, step.plan.mesh.cp, step.plan.sequence
     scope, vectors = ("prefill_attention", "ring_q"), step.rows * step.heads.q_local
-    hops, query = layers * (ranks - 1), vectors * step.config.head_dim * step.itemsize
+    query = vectors * step.config.head_dim * step.itemsize
     parts = ranks * vectors * packed_bytes(step.config.head_dim, step.itemsize)
     return [
         *gather_traffic(step, "ring_q", step.tokens),
-        Traffic(*scope, "ppermute", axes, hops, query, hops * query),
-        Traffic(*scope, "all_to_all", axes, layers, parts, layers * all_to_all_bytes(parts, ranks)),
+        step.sends(scope, "ppermute", axes, layers * (ranks - 1), query),
+        step.sends(scope, "all_to_all", axes, layers, parts),
     ]
 
 

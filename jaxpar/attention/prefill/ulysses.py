@@ -20,7 +20,7 @@ from jaxpar.attention.tiles import attend_flops
 from jaxpar.collectives import all_to_all
 from jaxpar.collectives.move import Groups
 from jaxpar.heads import PADDED, HeadLayout, split_heads
-from jaxpar.ledger.traffic import Traffic, all_to_all_bytes
+from jaxpar.ledger.traffic import Traffic
 from jaxpar.plan import Plan
 from jaxpar.strategies import Share, Step, Strategy
 
@@ -66,18 +66,14 @@ def _deal(x: jax.Array, heads: tuple[int, ...], dimension: int) -> jax.Array:
 
 def exchange_traffic(step: Step, strategy: str, ranks: int) -> list[Traffic]:
     """The all-to-alls of a layer's queries, keys, values and outputs over groups of `ranks`, in all layers."""
-    layers, axes, layout = step.config.num_hidden_layers, step.plan.sequence, _layout(step, ranks)
-    vector = step.config.head_dim * step.itemsize
-    queries = step.rows * ranks * layout.q_local * vector
-    keys = step.lanes * step.keys * ranks * layout.kv_local * vector
-    return [
-        Traffic(
-            *("prefill_attention", strategy, "all_to_all", axes, 2 * layers),
-            message,
-            2 * layers * all_to_all_bytes(message, ranks),
-        )
-        for message in (queries, keys)
-    ]
+    if ranks == 1:
+        return []
+    calls, layout = 2 * step.config.num_hidden_layers, _layout(step, ranks)
+    vector = ranks * step.config.head_dim * step.itemsize
+    queries = step.rows * layout.q_local * vector
+    keys = step.lanes * step.keys * layout.kv_local * vector
+    scope, axes = ("prefill_attention", strategy), step.plan.sequence
+    return [step.sends(scope, "all_to_all", axes, calls, message, ranks) for message in (queries, keys)]
 
 
 def exchange_flops(step: Step, ranks: int) -> int:

@@ -15,7 +15,7 @@ from jax import lax
 
 from jaxpar.attention.inputs import Inputs, by_token
 from jaxpar.attention.prefill.positions import gather_traffic, of_every_rank, side_by_side
-from jaxpar.attention.prefill.ring import ring_attention
+from jaxpar.attention.prefill.ring import hop_traffic, ring_attention
 from jaxpar.attention.prefill.ulysses import (
     exchange_flops,
     exchange_traffic,
@@ -62,15 +62,12 @@ def traffic(step: Step) -> list[Traffic]:
     """Ulysses' four all-to-alls over the inner ranks, the ring's hops of what a rank then has; positions once."""
     inner = inner_degree(step.plan, step.heads.kv_local)
     outer, layout = step.plan.mesh.cp // inner, heads_over(step.heads.kv_local, step.heads.group, inner)
-    hops = 2 * step.config.num_hidden_layers * (outer - 1)
     message = step.lanes * inner * step.keys * layout.kv_local * step.config.head_dim * step.itemsize
-    rows = gather_traffic(step, "usp", step.tokens, step.keys)
-    if inner > 1:
-        rows += exchange_traffic(step, "usp", inner)
-    if outer > 1:
-        axes = step.plan.sequence
-        rows.append(Traffic("prefill_attention", "usp", "ppermute", axes, hops, message, hops * message))
-    return rows
+    return [
+        *gather_traffic(step, "usp", step.tokens, step.keys),
+        *exchange_traffic(step, "usp", inner),
+        *hop_traffic(step, "usp", outer, message),
+    ]
 
 
 def check(step: Step) -> str | None:
