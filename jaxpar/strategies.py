@@ -84,12 +84,8 @@ class Step:
         return Traffic(*scope, collective, axes, calls, message_bytes, calls * sent)
 
 
-def _none(step: Step) -> int:
-    return 0
-
-
 class Share(NamedTuple):
-    """What one rank of cp attends to in a prefill step.
+    """What one rank of cp attends to in a step.
 
     `blocks` are what goes together: the ranks whose tokens, and the ranks whose keys. For them the rank computes
     `heads` query heads, `real` of which are neither copies nor padding, `group` of them to a KV head.
@@ -113,9 +109,9 @@ class Strategy:
     `run` is the function in the local view, `traffic` the closed form of what each rank sends in a step, `check` what
     is wrong with a step's shapes (None: nothing), and `needs` the same in words, for `jaxpar strategies`.
 
-    Attention has more: `flops`, the closed form of its own products in a step; `prepare`, run once for all layers,
-    whose result every layer's `run` gets; `query_axes`, over which a rank projects only a share of its query heads;
-    and of prefill `share`, what each rank of cp attends to.
+    Attention has more: `prepare`, run once for all layers, whose result every layer's `run` gets; `query_axes`, over
+    which a rank projects only a share of its query heads; and `share`, what each rank of cp attends to, of which the
+    ledger makes its FLOPs and its work.
     """
 
     name: str
@@ -126,7 +122,6 @@ class Strategy:
     run: Callable[..., Any]
     traffic: Callable[[Step], list[Traffic]]
     check: Callable[[Step], str | None]
-    flops: Callable[[Step], int] = _none
     prepare: Callable[..., Any] | None = None
     query_axes: tuple[str, ...] = ()
     share: Callable[[Step, int], Share] = own_share

@@ -8,7 +8,6 @@ from __future__ import annotations
 import jax
 
 from jaxpar.attention.inputs import Inputs, by_token
-from jaxpar.attention.tiles import attend_flops
 from jaxpar.ledger.traffic import Traffic
 from jaxpar.plan import Plan
 from jaxpar.strategies import Step, Strategy
@@ -31,12 +30,5 @@ def check(step: Step) -> str | None:
     return None
 
 
-def flops(step: Step) -> int:
-    """Every tile of the page table."""
-    return step.config.num_hidden_layers * attend_flops(
-        step.lanes, step.heads.q_local, step.heads.group, step.tokens, step.keys, step.config.head_dim
-    )
-
-
-PREFILL = Strategy("local", "prefill_attention", (), (), "cp = 1", run, traffic, check, flops)
-DECODE = Strategy("local", "decode_attention", (), (), "cp = 1", run, traffic, check, flops)
+PREFILL = Strategy("local", "prefill_attention", (), (), "cp = 1", run, traffic, check)
+DECODE = Strategy("local", "decode_attention", (), (), "cp = 1", run, traffic, check)

@@ -9,10 +9,11 @@ from typing import Any
 import jax
 from jax.sharding import PartitionSpec as P
 
+from jaxpar.attention.tiles import attend_flops
 from jaxpar.ledger.traffic import Traffic, merge
 from jaxpar.nn.linear import product_rows
 from jaxpar.registry import chosen
-from jaxpar.strategies import Step
+from jaxpar.strategies import Step, Strategy
 
 
 def predict_traffic(step: Step) -> list[Traffic]:
@@ -38,10 +39,19 @@ def predict_flops(step: Step) -> dict[str, int]:
     tokens = product_rows(step.rows if step.logits else step.lanes, step.itemsize)
     return {
         "attention": config.num_hidden_layers * projections,
-        attention.sublayer: attention.flops(step),
+        attention.sublayer: config.num_hidden_layers * _attended(step, attention),
         "ffn": config.num_hidden_layers * ffn,
         "head": 2 * tokens * hidden * -(-config.vocab_size // plan.mesh.tp),
     }
+
+
+def _attended(step: Step, attention: Strategy) -> int:
+    """FLOPs of one layer's products of queries, keys and values; every rank of cp computes as many."""
+    share, size = attention.share(step, 0), step.config.head_dim
+    return sum(
+        attend_flops(step.lanes, share.heads, share.group, len(queries) * step.tokens, len(keys) * step.keys, size)
+        for queries, keys in share.blocks
+    )
 
 
 def local_bytes(shapes: Any, specs: Any, sizes: Mapping[str, int]) -> int:

@@ -15,7 +15,6 @@ from jaxpar.attention.decode.exchange import (
     exchange,
     exchange_traffic,
     gather_queries,
-    own_keys_flops,
     query_traffic,
 )
 from jaxpar.attention.inputs import Inputs
@@ -49,6 +48,5 @@ STRATEGY = Strategy(
     run=run,
     traffic=traffic,
     check=check,
-    flops=own_keys_flops,
     query_axes=("cp",),
 )

@@ -14,7 +14,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from jaxpar.attention.decode.exchange import gather_queries, own_keys_flops, query_traffic, rescale_traffic
+from jaxpar.attention.decode.exchange import gather_queries, query_traffic, rescale_traffic
 from jaxpar.attention.inputs import Inputs, by_token, pad_heads
 from jaxpar.collectives import all_gather, scatter_sum
 from jaxpar.ledger.traffic import Traffic
@@ -56,6 +56,5 @@ STRATEGY = Strategy(
     run=run,
     traffic=traffic,
     check=check,
-    flops=own_keys_flops,
     query_axes=("cp",),
 )

@@ -13,7 +13,6 @@ from jaxpar.attention.decode.overlap import parts_of
 from jaxpar.attention.inputs import Inputs, by_token, pad_heads
 from jaxpar.attention.packed import pack, packed_bytes, unpack
 from jaxpar.attention.partial import Partial, merge_all
-from jaxpar.attention.tiles import attend_flops
 from jaxpar.collectives import all_gather, all_to_all
 from jaxpar.ledger.traffic import Traffic
 from jaxpar.plan import Plan
@@ -76,10 +75,3 @@ def _in_layers(step: Step, strategy: str, collective: str, message: int) -> Traf
     """A collective over cp in every layer."""
     scope, layers = ("decode_attention", strategy), step.config.num_hidden_layers
     return step.sends(scope, collective, step.plan.sequence, layers, message)
-
-
-def own_keys_flops(step: Step) -> int:
-    """All heads of the rank's width over its own keys."""
-    heads, size = step.heads, step.config.head_dim
-    flops = attend_flops(step.lanes, heads.q_local, heads.group, step.tokens, step.keys, size)
-    return step.config.num_hidden_layers * flops

@@ -11,7 +11,7 @@ projection are stored cp times, as under every strategy, and read once.
 
 from __future__ import annotations
 
-from jaxpar.attention.decode.exchange import exchange_traffic, own_keys_flops
+from jaxpar.attention.decode.exchange import exchange_traffic
 from jaxpar.attention.decode.q_replicated import run
 from jaxpar.ledger.traffic import Traffic
 from jaxpar.strategies import Step, Strategy
@@ -36,5 +36,4 @@ STRATEGY = Strategy(
     run=run,
     traffic=traffic,
     check=check,
-    flops=own_keys_flops,
 )

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import jax
 
-from jaxpar.attention.decode.exchange import exchange, exchange_traffic, own_keys_flops
+from jaxpar.attention.decode.exchange import exchange, exchange_traffic
 from jaxpar.attention.inputs import Inputs
 from jaxpar.ledger.traffic import Traffic
 from jaxpar.plan import Plan
@@ -42,5 +42,4 @@ STRATEGY = Strategy(
     run=run,
     traffic=traffic,
     check=check,
-    flops=own_keys_flops,
 )

@@ -10,7 +10,6 @@ import jax
 
 from jaxpar.attention.inputs import Inputs, by_token
 from jaxpar.attention.prefill.positions import gather_traffic, of_every_rank, side_by_side
-from jaxpar.attention.tiles import attend_flops
 from jaxpar.collectives import all_gather
 from jaxpar.ledger.traffic import Traffic
 from jaxpar.plan import Plan
@@ -42,13 +41,6 @@ def check(step: Step) -> str | None:
     return None
 
 
-def flops(step: Step) -> int:
-    """Every tile of all keys; which are skipped is known only when it runs."""
-    keys, heads = step.plan.mesh.cp * step.keys, step.heads.q_local
-    flops = attend_flops(step.lanes, heads, step.heads.group, step.tokens, keys, step.config.head_dim)
-    return step.config.num_hidden_layers * flops
-
-
 def share(step: Step, rank: int) -> Share:
     """The rank's own queries over the keys of all ranks at once."""
     return own_share(step, rank)._replace(blocks=[([rank], list(range(step.plan.mesh.cp)))])
@@ -63,7 +55,6 @@ STRATEGY = Strategy(
     run=run,
     traffic=traffic,
     check=check,
-    flops=flops,
     prepare=prepare,
     share=share,
 )

@@ -21,7 +21,7 @@ from jax import lax
 from jaxpar.attention.inputs import Inputs, by_token
 from jaxpar.attention.partial import Partial, no_keys
 from jaxpar.attention.prefill.positions import gather_traffic, of_every_rank, of_rank
-from jaxpar.attention.tiles import attend, attend_flops
+from jaxpar.attention.tiles import attend
 from jaxpar.collectives import rank_index, shift
 from jaxpar.collectives.move import Groups
 from jaxpar.ledger.traffic import Traffic
@@ -98,13 +98,6 @@ def check(step: Step) -> str | None:
     return None
 
 
-def flops(step: Step) -> int:
-    """Every tile of every block; which are skipped is known only when it runs."""
-    blocks = step.config.num_hidden_layers * step.plan.mesh.cp
-    heads, size = step.heads, step.config.head_dim
-    return blocks * attend_flops(step.lanes, heads.q_local, heads.group, step.tokens, step.keys, size)
-
-
 def share(step: Step, rank: int) -> Share:
     """The rank's own queries over the keys of each rank in turn."""
     return own_share(step, rank)._replace(blocks=[([rank], [other]) for other in range(step.plan.mesh.cp)])
@@ -119,7 +112,6 @@ STRATEGY = Strategy(
     run=run,
     traffic=traffic,
     check=check,
-    flops=flops,
     prepare=prepare,
     share=share,
 )

@@ -19,7 +19,7 @@ from jaxpar.attention.inputs import Inputs, by_token
 from jaxpar.attention.packed import pack, packed_bytes, unpack
 from jaxpar.attention.partial import merge_all
 from jaxpar.attention.prefill.positions import gather_traffic, of_every_rank, of_rank
-from jaxpar.attention.tiles import attend, attend_flops
+from jaxpar.attention.tiles import attend
 from jaxpar.collectives import all_to_all, rank_index, shift
 from jaxpar.ledger.traffic import Traffic
 from jaxpar.plan import Plan
@@ -68,13 +68,6 @@ def check(step: Step) -> str | None:
     return None
 
 
-def flops(step: Step) -> int:
-    """Every tile of every visit; which are skipped is known only when it runs."""
-    visits = step.config.num_hidden_layers * step.plan.mesh.cp
-    heads, size = step.heads, step.config.head_dim
-    return visits * attend_flops(step.lanes, heads.q_local, heads.group, step.tokens, step.keys, size)
-
-
 def share(step: Step, rank: int) -> Share:
     """The queries of each rank in turn over the rank's own keys."""
     return own_share(step, rank)._replace(blocks=[([other], [rank]) for other in range(step.plan.mesh.cp)])
@@ -89,7 +82,6 @@ STRATEGY = Strategy(
     run=run,
     traffic=traffic,
     check=check,
-    flops=flops,
     prepare=prepare,
     share=share,
 )

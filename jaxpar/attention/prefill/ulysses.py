@@ -16,7 +16,6 @@ import numpy as np
 
 from jaxpar.attention.inputs import Inputs, by_token
 from jaxpar.attention.prefill.positions import gather_traffic, of_every_rank, side_by_side
-from jaxpar.attention.tiles import attend_flops
 from jaxpar.collectives import all_to_all
 from jaxpar.collectives.move import Groups
 from jaxpar.heads import PADDED, HeadLayout, split_heads
@@ -76,13 +75,6 @@ def exchange_traffic(step: Step, strategy: str, ranks: int) -> list[Traffic]:
     return [step.sends(scope, "all_to_all", axes, calls, message, ranks) for message in (queries, keys)]
 
 
-def exchange_flops(step: Step, ranks: int) -> int:
-    """The products of one block of queries and keys, after the exchange over groups of `ranks`, in all layers."""
-    layout, tokens, keys = _layout(step, ranks), ranks * step.tokens, ranks * step.keys
-    flops = attend_flops(step.lanes, layout.q_local, layout.group, tokens, keys, step.config.head_dim)
-    return step.config.num_hidden_layers * flops
-
-
 def heads_share(step: Step, rank: int, ranks: int, blocks: list[tuple[list[int], list[int]]]) -> Share:
     """What a rank attends to after the exchange over groups of `ranks`: `blocks` for its share of the heads."""
     layout = _layout(step, ranks)
@@ -111,11 +103,6 @@ def check(step: Step) -> str | None:
     )
 
 
-def flops(step: Step) -> int:
-    """Every tile; which are skipped is known only when it runs."""
-    return exchange_flops(step, step.plan.mesh.cp)
-
-
 def share(step: Step, rank: int) -> Share:
     """All queries over all keys, for the rank's heads."""
     everyone = list(range(step.plan.mesh.cp))
@@ -131,7 +118,6 @@ STRATEGY = Strategy(
     run=run,
     traffic=traffic,
     check=check,
-    flops=flops,
     prepare=prepare,
     share=share,
 )

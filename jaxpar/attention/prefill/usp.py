@@ -17,7 +17,6 @@ from jaxpar.attention.inputs import Inputs, by_token
 from jaxpar.attention.prefill.positions import gather_traffic, of_every_rank, side_by_side
 from jaxpar.attention.prefill.ring import hop_traffic, ring_attention
 from jaxpar.attention.prefill.ulysses import (
-    exchange_flops,
     exchange_traffic,
     heads_over,
     heads_share,
@@ -80,12 +79,6 @@ def check(step: Step) -> str | None:
     return None
 
 
-def flops(step: Step) -> int:
-    """Every tile of every block; which are skipped is known only when it runs."""
-    inner = inner_degree(step.plan, step.heads.kv_local)
-    return step.plan.mesh.cp // inner * exchange_flops(step, inner)
-
-
 def share(step: Step, rank: int) -> Share:
     """The queries of the rank's inner group over the keys of each group in turn, for the rank's heads."""
     inner, cp = inner_degree(step.plan, step.heads.kv_local), step.plan.mesh.cp
@@ -102,7 +95,6 @@ STRATEGY = Strategy(
     run=run,
     traffic=traffic,
     check=check,
-    flops=flops,
     prepare=prepare,
     share=share,
 )
