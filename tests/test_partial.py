@@ -13,16 +13,22 @@ from hypothesis import strategies as st
 
 from jaxpar.attention import tiles
 from jaxpar.attention.packed import pack, packed_bytes, unpack
-from jaxpar.attention.partial import Partial, merge, merge_all, visible
+from jaxpar.attention.partial import Partial, merge_all, visible
 from jaxpar.attention.tiles import attend, seen_tiles
 
 # A part over no key (LSE -inf) may have any output; so may weights that vanish beside others.
 LSES = st.one_of(st.just(-np.inf), st.floats(-50, 50), st.sampled_from([-200.0, 200.0]))
-MERGE = jax.jit(merge)
 
 
 def part(lse: float, out: float) -> Partial:
     return Partial(jnp.full((2,), np.nan if np.isneginf(lse) else out, jnp.float32), jnp.float32(lse))
+
+
+def merge(a: Partial, b: Partial) -> Partial:
+    return merge_all(Partial(*(jnp.stack(values) for values in zip(a, b, strict=True))))
+
+
+MERGE = jax.jit(merge)
 
 
 def assert_same(a: Partial, b: Partial) -> None:

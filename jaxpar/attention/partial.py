@@ -26,30 +26,23 @@ class Partial(NamedTuple):
     lse: jax.Array
 
 
-def merge(a: Partial, b: Partial) -> Partial:
-    """Attention over the union of two disjoint sets of keys."""
-    top = jnp.maximum(a.lse, b.lse)
-    top = jnp.where(jnp.isneginf(top), 0.0, top)
-    weights = jnp.exp(a.lse - top), jnp.exp(b.lse - top)
-    total = weights[0] + weights[1]
-    safe = jnp.where(total == 0, 1.0, total)
-    # A weight of 0 must win over a NaN output, and 0 x NaN is NaN: choose instead of multiplying.
-    parts = [
-        jnp.where(weight[..., None] == 0, 0.0, part.out * (weight / safe)[..., None])
-        for weight, part in zip(weights, (a, b), strict=True)
-    ]
-    return Partial(parts[0] + parts[1], jnp.where(total == 0, -jnp.inf, top + jnp.log(safe)))
-
-
 def merge_all(parts: Partial) -> Partial:
     """Attention over the union of N disjoint sets of keys: Partials of [N, ..., d] -> Partial of [..., d]."""
-    top = parts.lse.max(axis=0)
+    out = weighted(parts.out, weights_among(parts.lse, parts.lse)).sum(axis=0)
+    return Partial(out, jax.nn.logsumexp(parts.lse, axis=0))
+
+
+def weights_among(lse: jax.Array, every: jax.Array) -> jax.Array:
+    """The weights of partials of LSE `lse` [M, ...] in the union of those of `every` [N, ...], which has them too."""
+    top = every.max(axis=0, keepdims=True)
     top = jnp.where(jnp.isneginf(top), 0.0, top)
-    weights = jnp.exp(parts.lse - top[None])
-    total = weights.sum(axis=0)
-    safe = jnp.where(total == 0, 1.0, total)
-    weighted = jnp.where(weights[..., None] == 0, 0.0, parts.out * (weights / safe[None])[..., None])
-    return Partial(weighted.sum(axis=0), jnp.where(total == 0, -jnp.inf, top + jnp.log(safe)))
+    total = jnp.exp(every - top).sum(axis=0, keepdims=True)
+    return jnp.exp(lse - top) / jnp.where(total == 0, 1.0, total)
+
+
+def weighted(out: jax.Array, weights: jax.Array) -> jax.Array:
+    """Outputs [..., d] by weights [...]: one of 0 must win over a NaN output, and 0 x NaN is NaN, so it chooses."""
+    return jnp.where(weights[..., None] == 0, 0.0, out * weights[..., None])
 
 
 def no_keys(q: jax.Array, *keys: jax.Array) -> Partial:

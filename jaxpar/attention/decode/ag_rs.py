@@ -12,10 +12,10 @@ What is sent does not depend on the length of the context.
 from __future__ import annotations
 
 import jax
-import jax.numpy as jnp
 
 from jaxpar.attention.decode.exchange import gather_queries, query_traffic, rescale_traffic
 from jaxpar.attention.inputs import Inputs, by_token, pad_heads
+from jaxpar.attention.partial import weighted, weights_among
 from jaxpar.collectives import all_gather, scatter_sum
 from jaxpar.ledger.traffic import Traffic
 from jaxpar.plan import Plan
@@ -27,14 +27,9 @@ def run(x: Inputs, plan: Plan, prepared: None) -> jax.Array:
     whole = gather_queries(x, plan)
     part = whole.attend()
     out, lse = by_token(part.out), by_token(part.lse)
-    every = all_gather(lse[None], plan.sequence)
-    top = every.max(axis=0)
-    top = jnp.where(jnp.isneginf(top), 0.0, top)
-    total = jnp.exp(every - top[None]).sum(axis=0)
-    weight = jnp.exp(lse - top) / jnp.where(total == 0, 1.0, total)
-    # A weight of 0 must win over a NaN output.
-    scaled = jnp.where(weight[..., None] == 0, 0.0, out * weight[..., None])
-    return scatter_sum(pad_heads(scaled, plan.mesh.cp).astype(x.q.dtype), plan.sequence, dimension=2)
+    weights = weights_among(lse[None], all_gather(lse[None], plan.sequence))[0]
+    scaled = pad_heads(weighted(out, weights), plan.mesh.cp).astype(x.q.dtype)
+    return scatter_sum(scaled, plan.sequence, dimension=2)
 
 
 def traffic(step: Step) -> list[Traffic]:
@@ -43,7 +38,7 @@ def traffic(step: Step) -> list[Traffic]:
 
 
 def check(step: Step) -> str | None:
-    """Any heads: those that cp does not divide are padded."""
+    """Any heads: where cp does not divide them the last ranks have fewer."""
     return None
 
 
@@ -52,7 +47,7 @@ STRATEGY = Strategy(
     sublayer="decode_attention",
     axes=("cp",),
     collectives=("all_gather", "reduce_scatter"),
-    needs="any heads (padded to cp)",
+    needs="any heads",
     run=run,
     traffic=traffic,
     check=check,
