@@ -17,6 +17,11 @@ def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[object]], 
     return drawn
 
 
+def counted(number: int, noun: str) -> str:
+    """A number of things: 1 step, 2 steps."""
+    return f"{number} {noun}{'s' * (number != 1)}"
+
+
 def human_bytes(count: float) -> str:
     """Bytes with a binary unit and three significant digits: 1048576 -> '1 MiB'."""
     for unit in ("B", "KiB", "MiB", "GiB", "TiB"):

@@ -10,6 +10,7 @@ import typer
 
 from jaxpar.cli.options import Json
 from jaxpar.cli.output import OUT, print_json, table
+from jaxpar.tables import counted
 
 if TYPE_CHECKING:
     import numpy as np
@@ -51,7 +52,7 @@ def layout(
     held = deal(name, 0, length, cp, cp_interleave)
     if cp_interleave > 1 and name != "striped":
         raise PlanError(f"--cp-interleave {cp_interleave}: {name} has no stripes; leave it out, or use striped")
-    head = f"{name}: {_many(length, 'token')} over {_many(cp, 'rank')}"
+    head = f"{name}: {counted(length, 'token')} over {counted(cp, 'rank')}"
     head += f", in stripes of {cp_interleave}" if cp_interleave > 1 else ""
     head += f", a window of {window}" if window is not None else ""
     if png is not None:
@@ -117,7 +118,7 @@ def _work_table(work: np.ndarray) -> Table:
 def _balance(work: np.ndarray) -> str:
     mean, largest, lock_step = _costs(work)
     return (
-        f"\n{_many(int(work.sum()), 'pair')}, {f'{mean:.2f}'.removesuffix('.00')} a rank in the mean"
+        f"\n{counted(int(work.sum()), 'pair')}, {f'{mean:.2f}'.removesuffix('.00')} a rank in the mean"
         f"\nthe slowest rank: {largest}, {largest / mean:.5f} times the mean"
         f"\nin lock-step, the slowest rank of each ring step: {lock_step}, {lock_step / mean:.5f} times the mean"
     )
@@ -135,7 +136,3 @@ def _runs(positions: np.ndarray) -> str:
 
 def _cut(items: Sequence[str], most: int) -> list[str]:
     return [*items] if len(items) <= most else [*items[: most // 2], "...", items[-1]]
-
-
-def _many(count: int, noun: str) -> str:
-    return f"{count} {noun}{'s' * (count != 1)}"

@@ -7,7 +7,7 @@ from rich.text import Text
 
 from jaxpar.ledger.report import Ledger
 from jaxpar.presets import Preset
-from jaxpar.tables import human_bytes, table
+from jaxpar.tables import counted, human_bytes, table
 
 
 def render(ledger: Ledger, preset: Preset | None = None) -> Group:
@@ -20,9 +20,9 @@ def render(ledger: Ledger, preset: Preset | None = None) -> Group:
 def _headline(ledger: Ledger) -> str:
     mesh = ledger.plan.mesh
     return (
-        f"{ledger.phase} on {mesh} ({_count(mesh.size, 'device')}), {ledger.plan.dtype}: "
-        f"{_count(ledger.batch, 'request')} of {_count(ledger.seq, 'token')} on "
-        f"{_count(mesh.dp * mesh.ep, 'replica')}; what one rank does"
+        f"{ledger.phase} on {mesh} ({counted(mesh.size, 'device')}), {ledger.plan.dtype}: "
+        f"{counted(ledger.batch, 'request')} of {counted(ledger.seq, 'token')} on "
+        f"{counted(mesh.dp * mesh.ep, 'replica')}; what one rank does"
     )
 
 
@@ -41,10 +41,6 @@ def _steps(ledger: Ledger) -> RenderableType:
     return table(
         "Steps", ("steps", "lanes", "tokens a lane", "keys a lane", "sent a step", "FLOPs a step"), rows, left=0
     )
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}{'s' * (number != 1)}"
 
 
 def _traffic(ledger: Ledger) -> RenderableType:
