@@ -17,13 +17,12 @@ from jaxpar.vocabulary.sampling import SamplingArrays
 
 
 class Chunk(NamedTuple):
-    """One prefill step: `tokens` of each prompt from `offset` on, which requests end in it, and its output.
+    """One prefill step: where in the prompts it begins, which requests end in it, and its output.
 
     `columns[i]` says where the tokens of request i stand among those of its lane, in order; logits have them there.
     """
 
     offset: int
-    tokens: int
     columns: list[np.ndarray]
     ended: list[int]
     output: StepOutput
@@ -84,7 +83,7 @@ class Session:
                 self._length[row] += len(ids)
                 columns.append(at)
             ended = [i for i, prompt in enumerate(self._prompts) if offset < len(prompt) <= offset + size]
-            yield Chunk(offset, size, columns, ended, self._step("prefill", batch, logits))
+            yield Chunk(offset, columns, ended, self._step("prefill", batch, logits))
 
     def decode(self, tokens: Mapping[int, int], logits: bool = False) -> StepOutput:
         """One step: the latest token of each request that goes on -> its next one, or its logits."""
