@@ -142,6 +142,7 @@ class Problem:
         q, k, v = self.values()
         # It has as many KV heads as query heads.
         k, v = (np.repeat(x, QUERY_HEADS // self.kv_heads, axis=2) for x in (k, v))
+        # The package was written before JAX typed replication, and its loops do not pass the check.
         return self._sharded(local, spec, np.arange(self.length), (q, k, v), check_vma=False)
 
     def _sharded(

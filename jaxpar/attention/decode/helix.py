@@ -23,7 +23,7 @@ def traffic(step: Step) -> list[Traffic]:
 
 
 def check(step: Step) -> str | None:
-    """Any heads and widths: those that do not divide are padded."""
+    """Any heads and widths: where cp does not divide them the last ranks have less."""
     return None
 
 
@@ -32,7 +32,7 @@ STRATEGY = Strategy(
     sublayer="decode_attention",
     axes=("cp",),
     collectives=("all_to_all",),
-    needs="any heads and FFN width (padded to cp)",
+    needs="any heads and FFN width",
     run=run,
     traffic=traffic,
     check=check,

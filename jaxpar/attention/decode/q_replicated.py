@@ -29,7 +29,7 @@ def traffic(step: Step) -> list[Traffic]:
 
 
 def check(step: Step) -> str | None:
-    """Any heads: those that cp does not divide are padded."""
+    """Any heads: where cp does not divide them the last ranks have fewer."""
     return None
 
 
@@ -38,7 +38,7 @@ STRATEGY = Strategy(
     sublayer="decode_attention",
     axes=("cp",),
     collectives=("all_to_all",),
-    needs="any heads (padded to cp)",
+    needs="any heads",
     run=run,
     traffic=traffic,
     check=check,
