@@ -45,14 +45,10 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def on_a_terminal(*arguments: object) -> Iterator[tuple[subprocess.Popen[bytes], int]]:
     """Start `jaxpar <arguments>` on a terminal of its own; gives the process and the terminal's other end."""
     ours, theirs = os.openpty()
-    process = subprocess.Popen(
-        [*JAXPAR, *map(str, arguments)],
-        env=ENVIRONMENT,
-        stdout=theirs,
-        stderr=theirs,
-        # Tests that run in the background of a shell inherit that Ctrl-C is ignored.
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
-    )
+    # Where a shell runs the tests in the background they ignore Ctrl-C, and so would what they start.
+    ours_before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    process = subprocess.Popen([*JAXPAR, *map(str, arguments)], env=ENVIRONMENT, stdout=theirs, stderr=theirs)
+    signal.signal(signal.SIGINT, ours_before)
     os.close(theirs)
     try:
         yield process, ours
