@@ -111,6 +111,31 @@ class Problem:
             tiles.TILE_ROWS, tiles.KEY_TILE = usual
         return Program(compiled, arrays, np.arange(self.length), MeshSpec().sizes)
 
+    def blockwise(self, tile: tuple[int, int]) -> Program:
+        """A plain blockwise online softmax on one device, all heads at once; tiles above the diagonal are left out."""
+        rows, columns = tile
+
+        def whole(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+            q, k, v = (x.transpose(0, 2, 1, 3) for x in (q * SCALE, k, v))
+            q = q.reshape(1, self.kv_heads, -1, self.length, SIZE)
+
+            def block(start: jax.Array) -> jax.Array:
+                queries = lax.dynamic_slice_in_dim(q, start, rows, axis=3)
+                positions = start + jnp.arange(rows)
+
+                def add(column: jax.Array, carry: _Carry) -> _Carry:
+                    return _with_keys(carry, queries, k, v, positions, column * columns, columns)
+
+                out, _, total = lax.fori_loop(0, (start + rows + columns - 1) // columns, add, _nothing(queries))
+                return out / total[..., None]
+
+            out = lax.map(block, jnp.arange(0, self.length, rows))
+            return out.transpose(1, 0, 4, 2, 3, 5).reshape(1, self.length, QUERY_HEADS, SIZE)
+
+        arrays = tuple(map(jnp.asarray, self.values()))
+        compiled = jax.jit(whole).lower(*arrays).compile()
+        return Program(compiled, arrays, np.arange(self.length), MeshSpec().sizes)
+
     def automatic(self, fused: bool, ranks: int) -> Program:
         """Plain `jit` of `jax.nn.dot_product_attention` (`fused`), or of an online softmax; tokens sharded over cp."""
         spec = MeshSpec(cp=ranks)
@@ -173,22 +198,34 @@ def online_softmax(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
     # Heads first: XLA:CPU would otherwise transpose for every product.
     rows = (q * SCALE).reshape(1, length, heads, -1, SIZE).transpose(0, 2, 3, 1, 4)
     k, v = (x.transpose(0, 2, 1, 3) for x in (k, v))
-    queries = jnp.arange(length)[:, None]
 
-    def chunk(carry: tuple[jax.Array, ...], start: jax.Array) -> tuple[tuple[jax.Array, ...], None]:
-        out, top, total = carry
-        keys, values = (lax.dynamic_slice_in_dim(x, start, CHUNK, axis=2) for x in (k, v))
-        scores = jnp.einsum("bkgtd,bksd->bkgts", rows, keys)
-        scores = jnp.where(start + jnp.arange(CHUNK)[None, :] <= queries, scores, -jnp.inf)
-        higher = jnp.maximum(top, scores.max(axis=-1))
-        weights, kept = jnp.exp(scores - higher[..., None]), jnp.exp(top - higher)
-        out = out * kept[..., None] + jnp.einsum("bkgts,bksd->bkgtd", weights, values)
-        return (out, higher, total * kept + weights.sum(axis=-1)), None
+    def chunk(carry: _Carry, start: jax.Array) -> tuple[_Carry, None]:
+        return _with_keys(carry, rows, k, v, jnp.arange(length), start, CHUNK), None
 
-    # The first chunk has a key for every query, so that no maximum stays -inf.
-    nothing = jnp.zeros(rows.shape), jnp.full(rows.shape[:-1], -jnp.inf), jnp.zeros(rows.shape[:-1])
-    (out, _, total), _ = lax.scan(chunk, nothing, jnp.arange(0, length, CHUNK))
+    (out, _, total), _ = lax.scan(chunk, _nothing(rows), jnp.arange(0, length, CHUNK))
     return (out / total[..., None]).transpose(0, 3, 1, 2, 4).reshape(q.shape)
+
+
+_Carry = tuple[jax.Array, jax.Array, jax.Array]
+
+
+def _nothing(rows: jax.Array) -> _Carry:
+    # The first keys have one for every query, so that no maximum stays -inf.
+    return jnp.zeros(rows.shape), jnp.full(rows.shape[:-1], -jnp.inf), jnp.zeros(rows.shape[:-1])
+
+
+def _with_keys(
+    carry: _Carry, rows: jax.Array, k: jax.Array, v: jax.Array, positions: jax.Array, start: jax.Array, count: int
+) -> _Carry:
+    """The online softmax of queries [1, K, G, T, d] with `count` keys of [1, K, S, d] from `start` on in it."""
+    out, top, total = carry
+    keys, values = (lax.dynamic_slice_in_dim(x, start, count, axis=2) for x in (k, v))
+    scores = jnp.einsum("bkgtd,bksd->bkgts", rows, keys)
+    scores = jnp.where(start + jnp.arange(count)[None, :] <= positions[:, None], scores, -jnp.inf)
+    higher = jnp.maximum(top, scores.max(axis=-1))
+    weights, kept = jnp.exp(scores - higher[..., None]), jnp.exp(top - higher)
+    out = out * kept[..., None] + jnp.einsum("bkgts,bksd->bkgtd", weights, values)
+    return out, higher, total * kept + weights.sum(axis=-1)
 
 
 def _ringattention() -> Callable[..., jax.Array] | None:

@@ -65,15 +65,20 @@ def ring_attention(
     q = x.grouped
 
     def attend_to(step: jax.Array | int, keys: tuple[jax.Array, jax.Array], done: Partial) -> Partial:
-        return attend(q, *keys, x.q_positions, positions(step), x.window, x.scale, onto=done)
+        onto = Partial(done.out.reshape(q.shape), done.lse.reshape(q.shape[:-1]))
+        return attend(q, *keys, x.q_positions, positions(step), x.window, x.scale, onto=onto)
+
+    def flat(done: Partial) -> Partial:
+        # XLA:CPU orders dimensions of size 1 in a loop's carry as it likes, and would copy the result at every hop.
+        return Partial(done.out.reshape(-1, q.shape[-1]), done.lse.reshape(-1))
 
     def hop(carry: _Carry, step: jax.Array) -> tuple[_Carry, None]:
         keys, done = carry
         following = (shift(keys[0], axes, groups), shift(keys[1], axes, groups))
-        return (following, attend_to(step, keys, done)), None
+        return (following, flat(attend_to(step, keys, done))), None
 
     # A scan, not a Python loop: XLA overlaps the hops of a scan with its work on TPU and GPU.
-    (keys, done), _ = lax.scan(hop, ((x.k, x.v), no_keys(q, x.k, x.v)), jnp.arange(ranks - 1))
+    (keys, done), _ = lax.scan(hop, ((x.k, x.v), flat(no_keys(q, x.k, x.v))), jnp.arange(ranks - 1))
     return attend_to(ranks - 1, keys, done)
 
 
