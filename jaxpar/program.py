@@ -21,6 +21,7 @@ from jaxpar.attention.bind import bound
 from jaxpar.attention.cache import Cache, PagedStore, Plane, cache_shapes, cache_specs
 from jaxpar.checkpoint.config import ModelConfig
 from jaxpar.collectives import rank_index
+from jaxpar.errors import PlanError
 from jaxpar.layout import owner
 from jaxpar.nn.context import StepContext
 from jaxpar.nn.decoder import Decoder
@@ -69,9 +70,10 @@ class Programs:
         """Declare the model; nothing is compiled before the first step.
 
         Raises:
-            PlanError: an axis that cannot run yet, a strategy that does not exist or that refuses the model.
+            PlanError: an axis or a model that cannot run yet, a strategy that does not exist or that refuses the model.
         """
         plan.check_runnable()
+        _check_layers_exist(config)
         for phase in PHASES:
             # No check depends on lengths: what one token passes, every step does.
             chosen(Step(config, plan, phase, lanes=1, tokens=1, keys=plan.page_size))
@@ -192,7 +194,7 @@ class Programs:
             mine = owner(stored, plan.mesh.cp, plan.cp_interleave) == rank_index(plan.sequence)
             stored = jnp.where(mine, stored, -1)
         store = PagedStore(cache.positions, batch.table, batch.start[:, 0], stored)
-        cos, sin = angles(batch.positions.reshape(-1), config.rope, config.head_dim)
+        cos, sin = angles(batch.positions.reshape(-1), config.rope, config.rope_head_dim)
         chosen_attention = strategies[f"{phase}_attention"]
         attention = bound(chosen_attention, batch.positions, store.key_positions, plan, phase)
         query_axes = plan.active(chosen_attention.query_axes)
@@ -209,6 +211,14 @@ class Programs:
             return cache, StepOutput(None, None, scores.reshape(lanes, tokens, -1))
         token, logprob = run["sampling"](scores, config.vocab_size, plan.width, batch.options, sampled)
         return cache, StepOutput(token, logprob, None)
+
+
+def _check_layers_exist(config: ModelConfig) -> None:
+    parts = {"mixtures of experts": config.moe, "latent attention": config.mla, "attention sinks": config.sinks}
+    if missing := [name for name, part in parts.items() if part]:
+        raise PlanError(
+            f"{config.model_type} has {' and '.join(missing)}, which cannot run yet: use llama, mistral, qwen2 or qwen3"
+        )
 
 
 def _no_keys(planes: list[list[Plane]], plan: Plan, pages: int) -> Cache:

@@ -8,7 +8,11 @@ from pathlib import Path
 import numpy as np
 
 ROOT = Path(__file__).parent / "oracles"
-ORACLES: list[str] = sorted(path.parent.name for path in ROOT.glob("*/config.json"))  # Hugging Face directories
+# Models that are read and that `Programs` refuses: their oracles wait until their layers exist.
+CANNOT_RUN_YET = ("mixtral", "qwen3_moe", "deepseek_v2", "deepseek_v3", "gpt_oss")
+ORACLES: list[str] = sorted(  # Hugging Face directories
+    path.parent.name for path in ROOT.glob("*/config.json") if not path.parent.name.startswith(CANNOT_RUN_YET)
+)
 GGUF_ORACLES: list[str] = sorted(path.parent.name for path in ROOT.glob("*/model.gguf"))
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from jaxpar.checkpoint.checkpoint import Checkpoint, open_checkpoint
-from jaxpar.checkpoint.config import ModelConfig, RopeConfig
+from jaxpar.checkpoint.config import MLAConfig, ModelConfig, MoEConfig, RopeConfig, RouterConfig
 from jaxpar.checkpoint.gguf_config import read_gguf_config
 from jaxpar.checkpoint.hf_config import read_config
 from jaxpar.checkpoint.reader import TensorInfo, TensorReader
@@ -12,8 +12,11 @@ from jaxpar.checkpoint.tokenizer import Tokenizer
 
 __all__ = [
     "Checkpoint",
+    "MLAConfig",
+    "MoEConfig",
     "ModelConfig",
     "RopeConfig",
+    "RouterConfig",
     "StreamDecoder",
     "TensorInfo",
     "TensorReader",

@@ -8,10 +8,11 @@ from pathlib import Path
 
 import numpy as np
 
+from jaxpar.checkpoint.architectures import MAX_HEADS, MAX_LAYERS, MAX_VOCABULARY, MAX_WIDTH
 from jaxpar.checkpoint.config import ModelConfig, RopeConfig
 from jaxpar.checkpoint.fields import Fields
 from jaxpar.checkpoint.gguf_file import GgufFile
-from jaxpar.checkpoint.hf_config import MAX_HEADS, MAX_LAYERS, MAX_VOCABULARY, MAX_WIDTH, check_heads
+from jaxpar.checkpoint.hf_config import check_heads
 from jaxpar.errors import CheckpointError
 
 _ROPE_FACTORS = "rope_freqs.weight"

@@ -50,15 +50,11 @@ def _yarn(base: np.ndarray, rope: RopeConfig, head_dim: int) -> np.ndarray:
 
 def _yarn_scale(rope: RopeConfig) -> float:
     """YaRN's temperature, on cos and sin; DeepSeek's is the ratio of two mscales."""
-
-    def mscale(weight: float) -> float:
-        return 0.1 * weight * math.log(rope.factor) + 1.0 if rope.factor > 1 else 1.0
-
     if rope.attention_factor is not None:
         return rope.attention_factor
     if rope.mscale and rope.mscale_all_dim:
-        return mscale(rope.mscale) / mscale(rope.mscale_all_dim)
-    return mscale(1.0)
+        return rope.temperature(rope.mscale) / rope.temperature(rope.mscale_all_dim)
+    return rope.temperature(1.0)
 
 
 def angles(positions: jax.Array, rope: RopeConfig, head_dim: int) -> tuple[jax.Array, jax.Array]:

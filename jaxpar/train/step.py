@@ -119,7 +119,7 @@ class TrainPrograms:
         model = self.programs.bind(weights)
         inputs, targets = tokens[:, :-1], tokens[:, 1:]
         positions = jnp.broadcast_to(jnp.arange(inputs.shape[1], dtype=jnp.int32)[None, :], inputs.shape)
-        cos, sin = angles(positions.reshape(-1), config.rope, config.head_dim)
+        cos, sin = angles(positions.reshape(-1), config.rope, config.rope_head_dim)
         store, all_reduce = ChunkOnly(positions), self._all_reduce.run
         step = StepContext(plan, "prefill", positions, cos, sin, store, attend_whole, (), all_reduce)
         x = self._embedding.run(inputs.reshape(-1), model.embedding[...], plan.sublayer("vocabulary", "prefill"))

@@ -2,7 +2,7 @@
 
 Usage (needs `torch==2.13.0 transformers==5.24`, and `gguf` for the GGUF ones; running the tests needs none of them):
 
-    python tests/oracles/make_oracles.py              # all of them, in half a minute
+    python tests/oracles/make_oracles.py              # all of them, in a few minutes
     python tests/oracles/make_oracles.py qwen3 llama  # these only
 
 Every checkpoint is written first and read back by transformers, so that an oracle is what the committed files give,
@@ -22,6 +22,7 @@ from typing import Any
 import numpy as np
 import torch
 from oracle_specs import SPECS, Spec
+from routing_margin import routing_margins
 from torch.overrides import TorchFunctionMode
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import logging
@@ -31,6 +32,7 @@ ROOT = Path(__file__).parent
 PROMPT_LENGTHS = (1, 7, 19, 12)
 NEW_TOKENS = 16
 MIN_MARGIN = 1e-2  # between the best two logits of every greedy step: far above any float32 implementation's error
+MIN_ROUTING_MARGIN = 1e-4  # between the scores of experts, or groups, that are just chosen and just not: far above it
 MAX_FLOAT32_ERROR = 2e-5  # float32 logits against float64 ones
 MIN_EFFECT = 1e-2  # on some logit, of every variation that the spec says must show
 MIN_DISTINCT = 6  # tokens among a prompt's greedy ones: a model that repeats itself would hide faults in decoding
@@ -50,22 +52,24 @@ class Float64(TorchFunctionMode):
 
 
 def build(config: dict[str, Any], dtype: torch.dtype) -> PreTrainedModel:
-    """A model of this config.json, on the only attention implementation that hides nothing."""
+    """A model of this config.json, on the only implementation of attention and experts that hides nothing."""
     return AutoModelForCausalLM.from_config(
-        AutoConfig.for_model(**config), dtype=dtype, attn_implementation="eager"
+        AutoConfig.for_model(**config), dtype=dtype, attn_implementation="eager", experts_implementation="eager"
     ).eval()
 
 
 def randomize(model: PreTrainedModel, seed: int) -> None:
-    """Weights ~ N(0, (1.2/sqrt(fan_in))^2), norms ~ 1 + 0.3 N, biases ~ 0.3 N: defaults (1, 0) hide faults."""
+    """Weights ~ N(0, (1.2/sqrt(fan_in))^2), norms ~ 1 + 0.3 N, other vectors ~ 0.3 N: defaults (1, 0) hide faults."""
     generator = torch.Generator().manual_seed(seed)
+    biases = [(name, buffer) for name, buffer in model.named_buffers() if name.endswith("bias")]
     with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            noise = torch.randn(parameter.shape, generator=generator)
-            if parameter.ndim == 2:
-                parameter.copy_(noise * 1.2 / parameter.shape[1] ** 0.5)
-            else:
-                parameter.copy_(noise * 0.3 + (1.0 if name.endswith("norm.weight") else 0.0))
+        for name, values in itertools.chain(model.named_parameters(), biases):
+            noise = torch.randn(values.shape, generator=generator)
+            if values.ndim == 1 or name.endswith("bias"):
+                values.copy_(noise * 0.3 + (1.0 if name.endswith("norm.weight") else 0.0))
+            else:  # fused experts are output-major, [E, out, in], except in gpt_oss
+                is_input_major = values.ndim == 3 and model.config.model_type == "gpt_oss"
+                values.copy_(noise * 1.2 / values.shape[-2 if is_input_major else -1] ** 0.5)
 
 
 def hub_dialect(config: dict[str, Any]) -> dict[str, Any]:
@@ -75,6 +79,8 @@ def hub_dialect(config: dict[str, Any]) -> dict[str, Any]:
     old["torch_dtype"] = config["dtype"]
     old["rope_theta"] = rope.pop("rope_theta")
     old["rope_scaling"] = rope if rope["rope_type"] != "default" else None
+    if old["model_type"] == "qwen3_moe":
+        old["num_experts"] = old.pop("num_local_experts")
     if old.get("head_dim") == old["hidden_size"] // old["num_attention_heads"]:
         del old["head_dim"]
     return dict(sorted(old.items()))
@@ -102,7 +108,12 @@ def read_checkpoint(directory: Path) -> tuple[dict[str, Any], dict[str, torch.Te
     """The config.json (as a dict), the float32 weights and the model that transformers reads from `directory`."""
     source = {"gguf_file": "model.gguf"} if (directory / "model.gguf").exists() else {}
     model = AutoModelForCausalLM.from_pretrained(
-        directory, dtype=torch.float32, attn_implementation="eager", local_files_only=True, **source
+        directory,
+        dtype=torch.float32,
+        attn_implementation="eager",
+        experts_implementation="eager",
+        local_files_only=True,
+        **source,
     ).eval()
     path = directory / "config.json"
     config = json.loads(path.read_text()) if path.exists() else model.config.to_dict()
@@ -186,14 +197,16 @@ def save(
 
 
 def make(name: str, spec: Spec) -> str:
-    """Write the oracle from the first seed whose greedy tokens are clear and varied; return a row that describes it."""
+    """Write the oracle from the first seed whose tokens are clear, varied and clearly routed; return a row about it."""
     directory = ROOT / name
     for seed in itertools.count():
         write_checkpoint(directory, spec, seed)
         config, weights, model = read_checkpoint(directory)
         prompts = make_prompts(model.config.vocab_size, seed)
-        tokens, margins = map(list, zip(*(greedy(model, prompt) for prompt in prompts), strict=True))
-        if min(margins) >= MIN_MARGIN and min(len(set(row)) for row in tokens) >= MIN_DISTINCT:
+        with routing_margins(model) as routing:
+            tokens, margins = map(list, zip(*(greedy(model, prompt) for prompt in prompts), strict=True))
+        is_clear = min(margins) >= MIN_MARGIN and min(routing, default=np.inf) >= MIN_ROUTING_MARGIN
+        if is_clear and min(len(set(row)) for row in tokens) >= MIN_DISTINCT:
             break
     logits = [logits_of(model, prompt) for prompt in prompts]
     error = float32_error(config, weights, prompts, logits)
@@ -202,7 +215,8 @@ def make(name: str, spec: Spec) -> str:
     check_variations(name, spec, config, weights, prompts, logits)
     save(directory / "oracle.npz", prompts, logits, tokens, min(margins))
     size = sum(path.stat().st_size for path in directory.iterdir())
-    return f"| {name} | {spec.summary} | {seed} | {min(margins):.3f} | {error:.1e} | {size / 1000:.0f} |"
+    routed = f"{min(routing):.1e}" if routing else ""
+    return f"| {name} | {spec.summary} | {seed} | {min(margins):.3f} | {routed} | {error:.1e} | {size / 1000:.0f} |"
 
 
 if __name__ == "__main__":

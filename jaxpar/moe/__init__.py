@@ -1,0 +1,1 @@
+"""Mixture of experts: routing, dispatch to the ranks that hold the experts, and their products."""
