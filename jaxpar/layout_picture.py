@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from jaxpar.errors import JaxparError, PlanError
+from jaxpar.errors import PlanError
+from jaxpar.pictures import require_matplotlib, save
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
 
 MAX_LENGTH, MAX_RANKS = 512, 16
 """What a picture has room for: a pair is a square of whole pixels, and ranks have colours to tell apart."""
@@ -62,12 +61,10 @@ def draw(path: Path, title: str, held: list[np.ndarray], window: int | None = No
             f"{path}: {length} tokens over {ranks} ranks are too many to draw: "
             f"use at most {MAX_LENGTH} tokens and {MAX_RANKS} ranks"
         )
-    try:
-        from matplotlib import colormaps
-        from matplotlib.figure import Figure
-        from matplotlib.patches import Patch
-    except ImportError as error:
-        raise JaxparError(f"{path}: pictures need matplotlib: pip install 'jaxpar[plot]'") from error
+    require_matplotlib(path)
+    from matplotlib import colormaps
+    from matplotlib.figure import Figure
+    from matplotlib.patches import Patch
 
     columns, side = min(ranks, _PANELS_A_ROW), length * -(-_PANEL // length)
     width = max(_LEFT + columns * (side + _GAP), _LEAST_WIDTH)
@@ -100,7 +97,7 @@ def draw(path: Path, title: str, held: list[np.ndarray], window: int | None = No
         fontsize=8,
         title_fontsize=8,
     )
-    _save(figure, path)
+    save(figure, path)
 
 
 def _mark(axes: Axes, first: bool, last: bool) -> None:
@@ -115,17 +112,3 @@ def _mark(axes: Axes, first: bool, last: bool) -> None:
         axes.set_ylabel("position of the query", fontsize=8)
     if last:
         axes.set_xlabel("position of the key", fontsize=8)
-
-
-def _save(figure: Figure, path: Path) -> None:
-    part = path.parent / f".unfinished-{path.name}"
-    try:
-        if path.exists() and not path.is_file():
-            raise JaxparError(f"{path} is not a file: name one that can be written")
-        try:
-            figure.savefig(part, format="png")
-            os.replace(part, path)
-        finally:
-            part.unlink(missing_ok=True)
-    except OSError as error:
-        raise JaxparError(f"{path} cannot be written: {error.strerror or error}; name another file") from error

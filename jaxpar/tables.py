@@ -22,6 +22,11 @@ def counted(number: int, noun: str) -> str:
     return f"{number} {noun}{'s' * (number != 1)}"
 
 
+def cut(items: Sequence[str], most: int) -> list[str]:
+    """The items; where there are more than `most`, the first half of that, "..." and the last."""
+    return [*items] if len(items) <= most else [*items[: most // 2], "...", items[-1]]
+
+
 def human_bytes(count: float) -> str:
     """Bytes with a binary unit and three significant digits: 1048576 -> '1 MiB'."""
     for unit in ("B", "KiB", "MiB", "GiB", "TiB"):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -10,7 +9,7 @@ import typer
 
 from jaxpar.cli.options import Json
 from jaxpar.cli.output import OUT, print_json, table
-from jaxpar.tables import counted
+from jaxpar.tables import counted, cut
 
 if TYPE_CHECKING:
     import numpy as np
@@ -111,8 +110,8 @@ def _work_table(work: np.ndarray) -> Table:
     """Ranks against ring steps, of which the middle is left out where they are many."""
     steps = [f"step {step}" for step in range(len(work))]
     named = [*zip(range(len(work)), work, strict=True), ("slowest", work.max(axis=0))]
-    rows = [(name, *_cut([str(pairs) for pairs in row], _STEPS_SHOWN), row.sum()) for name, row in named]
-    return table("", ("rank", *_cut(steps, _STEPS_SHOWN), "all steps"), rows)
+    rows = [(name, *cut([str(pairs) for pairs in row], _STEPS_SHOWN), row.sum()) for name, row in named]
+    return table("", ("rank", *cut(steps, _STEPS_SHOWN), "all steps"), rows)
 
 
 def _balance(work: np.ndarray) -> str:
@@ -131,8 +130,4 @@ def _runs(positions: np.ndarray) -> str:
     if not len(positions):
         return "-"
     runs = np.split(positions, np.flatnonzero(np.diff(positions) > 1) + 1)
-    return ", ".join(_cut([str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs], _RUNS_SHOWN))
-
-
-def _cut(items: Sequence[str], most: int) -> list[str]:
-    return [*items] if len(items) <= most else [*items[: most // 2], "...", items[-1]]
+    return ", ".join(cut([str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs], _RUNS_SHOWN))
