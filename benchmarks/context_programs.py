@@ -86,7 +86,7 @@ class Problem:
 
         def local(q: jax.Array, k: jax.Array, v: jax.Array, positions: jax.Array) -> jax.Array:
             k, v = (x.transpose(2, 0, 1, 3) for x in (k, v))
-            inputs = Inputs(q, k, v, positions, positions, None, SCALE, group)
+            inputs = Inputs(q, (k, v), positions, positions, None, SCALE, group)
             assert strategy.prepare is not None
             return strategy.run(inputs, plan, strategy.prepare(positions, positions, plan))
 

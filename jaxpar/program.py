@@ -19,6 +19,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxpar.attention.bind import bound
 from jaxpar.attention.cache import Cache, PagedStore, Plane, cache_shapes, cache_specs
+from jaxpar.attention.planes import planes_of
 from jaxpar.checkpoint.config import ModelConfig
 from jaxpar.collectives import rank_index
 from jaxpar.errors import PlanError
@@ -84,7 +85,7 @@ class Programs:
         self.weights: dict[str, Weight] = {
             name: variable for name, (_, variable) in zip(self._paths, nnx.to_flat_state(state), strict=True)
         }
-        self.planes = self.model.planes
+        self.planes = [planes_of(config, plan)] * len(self.model.slots)
         # One jitted function for each kind of step; it compiles once for each shape that it meets.
         self.step = lru_cache(maxsize=None)(self._compiled_on_use)
 
@@ -214,10 +215,9 @@ class Programs:
 
 
 def _check_layers_exist(config: ModelConfig) -> None:
-    parts = {"mixtures of experts": config.moe, "latent attention": config.mla, "attention sinks": config.sinks}
-    if missing := [name for name, part in parts.items() if part]:
+    if config.moe:
         raise PlanError(
-            f"{config.model_type} has {' and '.join(missing)}, which cannot run yet: use llama, mistral, qwen2 or qwen3"
+            f"{config.model_type} has mixtures of experts, which cannot run yet: use llama, mistral, qwen2 or qwen3"
         )
 
 

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from jaxpar.attention.planes import planes_of
 from jaxpar.checkpoint.config import ModelConfig
 from jaxpar.heads import HeadLayout, split_heads
 from jaxpar.ledger.traffic import SENT_BYTES, Traffic
@@ -58,10 +59,12 @@ class Step:
         """Query heads of a rank where those of a tp rank are dealt over cp, as decode does; the last may have fewer."""
         return -(-self.heads.q_local // self.plan.mesh.cp)
 
-    @property
-    def key_bytes(self) -> int:
-        """Bytes of the keys of a layer, or of its values, that a rank's page tables list."""
-        return self.lanes * self.keys * self.heads.kv_local * self.config.head_dim * self.itemsize
+    @cached_property
+    def bag_bytes(self) -> list[int]:
+        """Bytes of each plane of a layer's cache that a rank's page tables list: of keys and values, or of latents."""
+        planes = planes_of(self.config, self.plan)
+        values = [plane.heads // self.ranks(plane.split) * plane.size for plane in planes]
+        return [self.lanes * self.keys * size * self.itemsize for size in values]
 
     def ranks(self, axes: tuple[str, ...]) -> int:
         """The size of the group that `axes` span."""

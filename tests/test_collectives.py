@@ -20,6 +20,7 @@ from jaxpar.collectives import (
     enter,
     leave,
     pick_rows,
+    rank_index,
     scatter_sum,
     shift,
     varying_axes,
@@ -97,9 +98,18 @@ def test_a_gather_lays_tokens_side_by_side_in_the_order_of_the_ranks() -> None:
 
 def test_a_sublayer_gathers_tokens_on_entering_and_scatters_their_sum_on_leaving() -> None:
     split = Sublayer(gather=("tp",), sum=(), scatter=("tp",))
-    doubled = on_ranks(lambda x: leave(enter(x, split, 16), split, all_sum), "tp=4", P("tp"))
-    # Four ranks gather the same tokens, and the sum of the four copies comes back.
-    np.testing.assert_array_equal(doubled, on_ranks(lambda x: 4 * x, "tp=4", P("tp")))
+
+    def body(x: jax.Array) -> jax.Array:
+        # Four ranks gather the same tokens, and make a part of the result of them each.
+        return leave(enter(x, split, 16) * (1.0 + rank_index(("tp",))), split, all_sum)
+
+    np.testing.assert_array_equal(on_ranks(body, "tp=4", P("tp")), on_ranks(lambda x: 10 * x, "tp=4", P("tp")))
+
+
+def test_what_a_sublayer_enters_with_is_known_to_be_the_same_on_the_ranks_that_it_gathered_from() -> None:
+    split = Sublayer(gather=("tp",), sum=(), scatter=("tp",))
+    whole = on_ranks(lambda x: enter(x, split, 16), "dp=2,tp=4", P("dp"))
+    np.testing.assert_array_equal(whole, on_ranks(lambda x: x, "dp=2,tp=4", P(("dp", "tp"))))
 
 
 @pytest.mark.parametrize("tokens", [1, 2, 3, 13])

@@ -54,7 +54,10 @@ def test_the_kv_cache_of_llama_3_70b_is_2684354560_bytes_a_request_of_8192_token
 
 
 def test_more_ranks_than_kv_heads_store_each_of_them_twice() -> None:
-    assert ledger_70b(1, 8192, tp=16).cache_bytes * 16 == 2 * 2_684_354_560
+    counted = ledger_70b(1, 8192, tp=16)
+    assert counted.cache_bytes * 16 == 2 * 2_684_354_560
+    assert counted.copied_cache_bytes == 2_684_354_560
+    assert ledger_70b(1, 8192, tp=8).copied_cache_bytes == 0
 
 
 def test_one_device_holds_every_parameter_once_and_two_flops_a_token_for_each() -> None:

@@ -39,11 +39,14 @@ def assert_same(a: Partial, b: Partial) -> None:
 def problem(
     queries: int, keys: int, dtype: type = np.float32, seed: int = 0, kv: int = 2, group: int = 3, size: int = 8
 ) -> tuple[np.ndarray, ...]:
-    """(q, k, v, query positions, key positions) of two lanes; keys are shuffled, some slots hold none and are NaN."""
+    """(q, k, v, query positions, key positions) of two lanes; keys are shuffled, some slots hold none and are NaN.
+
+    Values are larger than keys, as they may be: outputs are as large.
+    """
     rng = np.random.default_rng(seed)
     q = rng.standard_normal((kv, 2, queries, group, size)).astype(dtype)
     k = rng.standard_normal((kv, 2, keys, size)).astype(dtype)
-    v = (1 + rng.standard_normal((kv, 2, keys, size))).astype(dtype)
+    v = (1 + rng.standard_normal((kv, 2, keys, size + 3))).astype(dtype)
     q_positions = np.stack([np.arange(keys - queries, keys), np.arange(queries)]).astype(np.int32)
     q_positions[1, -1] = -1
     k_positions = np.stack([rng.permutation(keys), rng.permutation(keys)]).astype(np.int32)

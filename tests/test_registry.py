@@ -15,7 +15,7 @@ import pytest
 from every_plan import CHOICES, every_program
 from uniform import uniform_control_violations
 
-from jaxpar.checkpoint.config import ModelConfig, RopeConfig
+from jaxpar.checkpoint.config import MLAConfig, ModelConfig, RopeConfig
 from jaxpar.devices import abstract_mesh
 from jaxpar.errors import PlanError
 from jaxpar.ledger.flops import trace_flops
@@ -47,6 +47,18 @@ CONFIG = ModelConfig(
     o_bias=True,
     mlp_bias=True,
     qk_norm=True,
+    sinks=True,
+)
+LATENT = replace(
+    CONFIG,
+    num_hidden_layers=1,
+    num_key_value_heads=9,
+    head_dim=10,
+    windows=(None,),
+    qkv_bias=False,
+    qk_norm=False,
+    sinks=False,
+    mla=MLAConfig(q_lora_rank=14, kv_lora_rank=12, qk_nope_head_dim=6, qk_rope_head_dim=4, v_head_dim=7),
 )
 MESHES = ["tp=1", "dp=8", "tp=3", "dp=2,tp=4", "dp=4,tp=2", "dp=8,tp=8", "tp=64", "dp=64"]
 CP_MESHES = ["cp=2", "cp=3,tp=2", "dp=2,cp=2,tp=2", "dp=2,cp=4,tp=8"]
@@ -60,12 +72,15 @@ PROGRAMS = [
     if (mesh, choice) not in REFUSED
 ]
 IN_16_BITS = [program for program in PROGRAMS if program.values[0] in ("dp=2,tp=4", "dp=2,cp=2,tp=2")]
+OF_LATENTS = every_program("tp=3", "cp=3,tp=2", "dp=2,cp=4,tp=2")
 ALONE = [program for program in PROGRAMS if program.values[0] in ("tp=1", "dp=8", "dp=64")]
 
 
-def a_step(mesh: str, phase: Phase, kind: str, choice: str = "default", **fields: Any) -> Step:
+def a_step(
+    mesh: str, phase: Phase, kind: str, choice: str = "default", config: ModelConfig = CONFIG, **fields: Any
+) -> Step:
     plan = Plan(MeshSpec.parse(mesh), page_size=4, **{**CHOICES[choice], **fields})
-    return Step(CONFIG, plan, phase, lanes=2, tokens=1 if phase == "decode" else 5, keys=12, **KINDS[kind])
+    return Step(config, plan, phase, lanes=2, tokens=1 if phase == "decode" else 5, keys=12, **KINDS[kind])
 
 
 @cache
@@ -89,6 +104,23 @@ def test_predicted_bytes_calls_and_flops_are_the_traced_ones(mesh: str, choice: 
     assert compare(predicted(step), traced(step)) == []
     flops = {row.sublayer: row.flops for row in trace_flops(jaxpr(step))}
     assert flops == predict_flops(step)
+
+
+@pytest.mark.parametrize(("mesh", "choice", "phase"), OF_LATENTS)
+def test_predicted_bytes_calls_and_flops_of_latent_attention_are_the_traced_ones(
+    mesh: str, choice: str, phase: Phase
+) -> None:
+    step = a_step(mesh, phase, "greedy", choice, config=LATENT, dtype="bfloat16")
+    assert compare(predicted(step), traced(step)) == []
+    assert {row.sublayer: row.flops for row in trace_flops(jaxpr(step))} == predict_flops(step)
+    assert uniform_control_violations(jaxpr(step), step.plan.mesh.sizes) == []
+
+
+def test_what_travels_of_latent_attention_is_the_latent_and_the_rotated_key_once_for_all_heads() -> None:
+    step = a_step("cp=3,tp=2", "prefill", "greedy", config=LATENT, prefill_attention="ring")
+    hops = [row for row in traced(step) if row.collective == "ppermute"]
+    # Two lanes of twelve keys, two hops, float32.
+    assert [(row.calls, row.message_bytes) for row in hops] == [(2, 2 * 12 * 12 * 4), (2, 2 * 12 * 4 * 4)]
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])

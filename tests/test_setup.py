@@ -14,7 +14,7 @@ from jaxpar.checkpoint.hf_config import read_config
 from jaxpar.errors import CheckpointError
 
 REPOSITORY = Path(__file__).parent.parent
-CARDS = ("llama-3-70b", "llama-3.1-8b", "mistral-7b", "qwen2.5-7b")
+CARDS = ("deepseek-v3", "llama-3-70b", "llama-3.1-8b", "mistral-7b", "qwen2.5-7b")
 
 
 def find_python(*folders: Path) -> subprocess.CompletedProcess[str]:
@@ -113,6 +113,20 @@ def test_a_card_has_the_shapes_of_its_model(name: str, parameters: int):
     layer = attention + 3 * hidden * card.intermediate_size + 2 * hidden
     assert not card.tie_word_embeddings
     assert 2 * card.vocab_size * hidden + card.num_hidden_layers * layer + hidden == parameters
+
+
+def test_the_card_of_deepseek_v3_has_671_g_parameters():
+    card = read_config(model_dir("deepseek-v3"))
+    assert card.mla is not None and card.moe is not None and card.mla.q_lora_rank is not None
+    hidden, heads, mla, moe = card.hidden_size, card.num_attention_heads, card.mla, card.moe
+    latents = mla.q_lora_rank + mla.kv_lora_rank
+    attention = hidden * (latents + mla.qk_rope_head_dim) + latents + mla.q_lora_rank * heads * card.head_dim
+    attention += mla.kv_lora_rank * heads * (mla.qk_nope_head_dim + mla.v_head_dim) + hidden * heads * mla.v_head_dim
+    experts = 3 * hidden * (moe.num_experts * moe.intermediate_size + moe.shared_intermediate_size)
+    ffn = sum(experts + moe.num_experts * (hidden + 1) if routed else 3 * hidden * card.intermediate_size
+              for routed in moe.layers)  # fmt: skip
+    layers = card.num_hidden_layers * (attention + 2 * hidden) + ffn
+    assert 2 * card.vocab_size * hidden + layers + hidden == 671_026_419_200
 
 
 def test_the_kv_cache_of_llama_3_70b_is_what_its_card_says():

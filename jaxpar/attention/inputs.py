@@ -7,26 +7,36 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jaxpar.attention.partial import Partial
+from jaxpar.attention.latent import Bag, Latent, attend_absorbed, expand
+from jaxpar.attention.partial import Partial, with_sinks
 from jaxpar.attention.tiles import attend
 
 
 class Inputs(NamedTuple):
     """A rank's queries and its bag of keys; B lanes, T tokens, K KV heads, each shared by `group` query heads.
 
-    `q` [B, T, H, d] are the rank's K * group query heads, or its share of them where the strategy asked for that;
-    `k`, `v` [K, B, S, d]; `q_positions` [B, T], `k_positions` [B, S]; -1 is padding. `window` is that of the layer or
-    None, `scale` goes on the scores.
+    `q` [B, T, H, d] are the rank's K * group query heads, or its share of them where the strategy asked for that.
+    `bag` is what the cache holds of the keys, and what of them moves: `k`, `v` [K, B, S, d]; or, where there is a
+    `latent`, the latents and rotated keys [1, B, S, size] of which it makes keys and values.
+    `q_positions` [B, T], `k_positions` [B, S]; -1 is padding. `window` is that of the layer or None, `scale` goes on
+    the scores. `sinks` [K * group] are logits that take part in the softmax of their query head and have no value
+    (gpt_oss), or None.
     """
 
     q: jax.Array
-    k: jax.Array
-    v: jax.Array
+    bag: Bag
     q_positions: jax.Array
     k_positions: jax.Array
     window: int | None
     scale: float
     group: int
+    sinks: jax.Array | None = None
+    latent: Latent | None = None
+
+    @property
+    def kv_heads(self) -> int:
+        """KV heads K of the rank."""
+        return self.bag[0].shape[0] if self.latent is None else self.latent.up.shape[0]
 
     @property
     def grouped(self) -> jax.Array:
@@ -34,9 +44,25 @@ class Inputs(NamedTuple):
         lanes, tokens, _, size = self.q.shape
         return self.q.reshape(lanes, tokens, -1, self.group, size).transpose(2, 0, 1, 3, 4)
 
+    @property
+    def value_size(self) -> int:
+        """Numbers of a value, and of a head's output."""
+        return self.bag[1].shape[3] if self.latent is None else self.latent.up.shape[1] - self.latent.key_size
+
+    def expand(self, bag: Bag) -> Bag:
+        """The keys and values of a rank's bag, on this rank's heads: [K, B, S, d] each."""
+        return bag if self.latent is None else expand(self.latent, bag)
+
     def attend(self) -> Partial:
-        """Every query over the rank's own keys: Partial of [K, B, T, group, d]."""
-        return attend(self.grouped, self.k, self.v, self.q_positions, self.k_positions, self.window, self.scale)
+        """Every query over the rank's own keys: Partial of [K, B, T, group, d], or [1, B, T, H, d] where absorbed."""
+        if self.latent is not None and self.latent.absorbed:
+            return attend_absorbed(self.latent, self.q, self.bag, self.q_positions, self.k_positions, self.scale)
+        keys = self.expand(self.bag)
+        return attend(self.grouped, *keys, self.q_positions, self.k_positions, self.window, self.scale)
+
+    def finish(self, part: Partial) -> jax.Array:
+        """Partial of [K, B, T, group, d] over all keys that there are -> attention [B, T, H, d], with the sinks."""
+        return with_sinks(Partial(by_token(part.out), by_token(part.lse)), self.sinks)
 
 
 def by_token(x: jax.Array) -> jax.Array:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import jax
 
-from jaxpar.attention.inputs import Inputs, by_token
+from jaxpar.attention.inputs import Inputs
 from jaxpar.ledger.traffic import Traffic
 from jaxpar.plan import Plan
 from jaxpar.strategies import Step, Strategy
@@ -15,7 +15,7 @@ from jaxpar.strategies import Step, Strategy
 
 def run(x: Inputs, plan: Plan, prepared: None) -> jax.Array:
     """Attention over the rank's own bag of keys -> [B, T, H, d] float32."""
-    return by_token(x.attend().out)
+    return x.finish(x.attend())
 
 
 def traffic(step: Step) -> list[Traffic]:

@@ -45,10 +45,21 @@ def weighted(out: jax.Array, weights: jax.Array) -> jax.Array:
     return jnp.where(weights[..., None] == 0, 0.0, out * weights[..., None])
 
 
-def no_keys(q: jax.Array, *keys: jax.Array) -> Partial:
-    """The partial result of `q` [..., d] over no key, typed to merge with those over `keys`."""
-    fresh = jnp.zeros(q.shape), jnp.full(q.shape[:-1], -jnp.inf)
+def no_keys(q: jax.Array, size: int, *keys: jax.Array) -> Partial:
+    """The partial result of `q` [..., d] over no key, of values of `size`, typed to merge with those over `keys`."""
+    fresh = jnp.zeros((*q.shape[:-1], size)), jnp.full(q.shape[:-1], -jnp.inf)
     return Partial(*(match_varying(x, q, *keys) for x in fresh))
+
+
+def with_sinks(part: Partial, sinks: jax.Array | None) -> jax.Array:
+    """The output of a Partial [..., H, d] over all keys, where each head has one more key of score `sinks` [H].
+
+    That key has no value (gpt_oss): the partial merges with output 0 and LSE `sinks`, and so keeps a weight of
+    exp(lse) / (exp(lse) + exp(sink)).
+    """
+    if sinks is None:
+        return part.out
+    return weighted(part.out, jax.nn.sigmoid(part.lse - lax.expand_dims(sinks, range(part.lse.ndim - 1))))
 
 
 def visible(q_positions: jax.Array, k_positions: jax.Array, window: int | None) -> jax.Array:

@@ -37,11 +37,11 @@ def tile_sizes(queries: int, keys: int, group: int) -> Tiles:
     return Tiles(q, k, k // 2 if q < k and k % 2 == 0 else k)
 
 
-def attend_flops(lanes: int, heads: int, group: int, queries: int, keys: int, size: int) -> int:
+def attend_flops(lanes: int, heads: int, group: int, queries: int, keys: int, key_size: int, value_size: int) -> int:
     """FLOPs of `attend` for `queries` and `keys` of each lane and `heads` query heads, every tile counted."""
     tile = tile_sizes(queries, keys, group)
     tiles = -(-queries // tile.queries) * -(-keys // tile.keys)
-    return 4 * lanes * heads * tiles * tile.queries * tile.keys * size
+    return 2 * lanes * heads * tiles * tile.queries * tile.keys * (key_size + value_size)
 
 
 def seen_tiles(q_positions: Any, k_positions: Any, q_tile: int, k_tile: int, window: int | None) -> Any:
@@ -96,7 +96,7 @@ def attend(
     Args:
         q: [K, B, T, G, d], the G query heads that share each of K KV heads.
         k: [K, B, S, d], in any order; entries whose position is -1 may hold anything, NaN too.
-        v: the same for values.
+        v: the same for values, which may be of another size.
         q_positions: [B, T] global positions, -1 for padding.
         k_positions: [B, S] global positions, -1 for entries that hold no key.
         window: tokens of the sliding window, or None.
@@ -104,7 +104,7 @@ def attend(
         onto: the partial result of the same queries over other keys, which the result then includes.
 
     Returns:
-        Partial of [K, B, T, G, d].
+        Partial of [K, B, T, G, d], d that of the values.
     """
     heads, lanes, queries, group, _ = q.shape
     sizes = tile_sizes(queries, k.shape[2], group)
@@ -190,7 +190,8 @@ def _added(sums: _Sums | None, x: _Cells, window: int | None, scale: float, full
     top = top if sums is None else jnp.maximum(sums.top, top)
     base = jnp.where(jnp.isneginf(top), 0.0, top)
     weights = jnp.exp(scores * scale - base.reshape(*scores.shape[:-1], 1))
-    out, total = weighted_values(weights.astype(v.dtype), v).reshape(x.q.shape), weights.sum(axis=-1).reshape(top.shape)
+    out = weighted_values(weights.astype(v.dtype), v).reshape(*top.shape, v.shape[-1])
+    total = weights.sum(axis=-1).reshape(top.shape)
     if sums is None:
         return _Sums(out, top, total)
     kept = jnp.exp(sums.top - base)
@@ -235,7 +236,11 @@ def _in_tiles(sizes: Tiles, window: int | None, scale: float, count: int, work: 
                 every = partial(add, k_start=column * sizes.keys, length=sizes.keys, full=True)
                 return lax.switch(kind[block, row, column], (_same, some, every), sums)
 
-            held = no_keys(q, x.k, x.v) if fresh else Partial(*(cut(y, q_start, sizes.queries) for y in done))
+            held = (
+                no_keys(q, x.v.shape[-1], x.k, x.v)
+                if fresh
+                else Partial(*(cut(y, q_start, sizes.queries) for y in done))
+            )
             ended = _closed(lax.fori_loop(0, columns, tile, _opened(held)))
             into = zip(done, ended, strict=True)
             return Partial(
@@ -244,10 +249,11 @@ def _in_tiles(sizes: Tiles, window: int | None, scale: float, count: int, work: 
 
         return whole(done, fresh=True) if work.onto is None else lax.cond(used[block, row], whole, _same, done)
 
-    # A result that starts from nothing starts as the queries, every one of which is overwritten: fresh zeros would
+    # A result that starts from nothing starts as some of the queries, all of which is overwritten: fresh zeros would
     # depend on nothing, and XLA would make those of all layers before the first of them runs.
-    any_values = match_varying(x.q.astype(jnp.float32), x.k, x.v)
-    start = Partial(any_values, any_values[..., 0]) if work.onto is None else work.onto
+    any_value = match_varying(x.q[..., 0].astype(jnp.float32), x.k, x.v)
+    any_values = jnp.broadcast_to(any_value[..., None], (*any_value.shape, x.v.shape[-1]))
+    start = Partial(any_values, any_value) if work.onto is None else work.onto
     return lax.fori_loop(0, blocks * rows, row, start)
 
 

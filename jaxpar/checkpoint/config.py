@@ -163,3 +163,8 @@ class ModelConfig:
     def rope_head_dim(self) -> int:
         """How many dimensions of a head are rotated."""
         return self.head_dim if self.mla is None else self.mla.qk_rope_head_dim
+
+    @property
+    def v_head_dim(self) -> int:
+        """The size of a head's values, and of its output."""
+        return self.head_dim if self.mla is None else self.mla.v_head_dim

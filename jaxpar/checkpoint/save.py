@@ -18,7 +18,7 @@ import jax
 import numpy as np
 from safetensors.numpy import save
 
-from jaxpar.checkpoint.config import ModelConfig, RopeConfig
+from jaxpar.checkpoint.config import MLAConfig, ModelConfig, RopeConfig
 from jaxpar.checkpoint.files import one_line
 from jaxpar.checkpoint.load import pieces
 from jaxpar.checkpoint.safetensors_reader import DTYPES, SINGLE_FILE
@@ -31,7 +31,10 @@ _ARCHITECTURES = {
     "mistral": "MistralForCausalLM",
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
+    "deepseek_v2": "DeepseekV2ForCausalLM",
+    "deepseek_v3": "DeepseekV3ForCausalLM",
 }
+_LATENT_FIELDS = ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
 _ROPE_FIELDS = {
     "default": (),
     "linear": ("factor",),
@@ -141,7 +144,7 @@ def config_document(config: ModelConfig) -> dict[str, Any]:
         "num_hidden_layers": config.num_hidden_layers,
         "num_attention_heads": config.num_attention_heads,
         "num_key_value_heads": config.num_key_value_heads,
-        "head_dim": config.head_dim,
+        "head_dim": config.rope_head_dim,
         "hidden_act": "silu",
         "max_position_embeddings": config.max_position_embeddings,
         "rms_norm_eps": config.rms_norm_eps,
@@ -161,7 +164,14 @@ def config_document(config: ModelConfig) -> dict[str, Any]:
     elif window is not None:
         kinds = ["full_attention" if size is None else "sliding_attention" for size in config.windows]
         document |= {"use_sliding_window": True, "sliding_window": window, "layer_types": kinds}
-    return document
+    return document if config.mla is None else document | _latent_document(config, config.mla)
+
+
+def _latent_document(config: ModelConfig, mla: MLAConfig) -> dict[str, Any]:
+    """The sizes of latent attention, and that no layer has experts."""
+    sizes = {name: getattr(mla, name) for name in _LATENT_FIELDS}
+    dense = {"first_k_dense_replace": config.num_hidden_layers, "num_experts_per_tok": 1}
+    return sizes | dense | {"rope_interleave": config.rope.interleaved}
 
 
 def _rope_document(rope: RopeConfig) -> dict[str, Any]:

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxpar.collectives.move import all_gather
+from jaxpar.collectives.move import gather_same
 from jaxpar.collectives.reduce import all_sum, scatter_sum
 from jaxpar.ledger.traffic import Traffic
 from jaxpar.plan import Sublayer
@@ -27,7 +27,7 @@ AllReduce = Callable[[jax.Array, tuple[str, ...]], jax.Array]
 
 def enter(x: jax.Array, sublayer: Sublayer, tokens: int) -> jax.Array:
     """Residual rows -> the `tokens` rows [T, D] that the sublayer works on."""
-    return all_gather(x, sublayer.gather)[:tokens]
+    return gather_same(x, sublayer.gather)[:tokens]
 
 
 def leave(partial: jax.Array, sublayer: Sublayer, all_reduce: AllReduce) -> jax.Array:

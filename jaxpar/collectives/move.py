@@ -20,12 +20,20 @@ from jaxpar.collectives.types import require_varying
 Groups = Sequence[Sequence[int]] | None
 
 
-def all_gather(x: jax.Array, axes: tuple[str, ...], dimension: int = 0) -> jax.Array:
+def all_gather(x: jax.Array, axes: tuple[str, ...], dimension: int = 0, groups: Groups = None) -> jax.Array:
     """Every rank's `x` side by side along `dimension`, on every rank."""
-    if not axes:
+    if not axes or _alone(groups):
         return x
     require_varying("all_gather", x, axes)
-    return lax.all_gather(x, axes, axis=dimension, tiled=True)
+    return lax.all_gather(x, axes, axis=dimension, tiled=True, axis_index_groups=groups)
+
+
+def gather_same(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
+    """Every rank's rows `x` one after another, of a type that says that every rank has the same."""
+    if not axes:
+        return x
+    require_varying("gather_same", x, axes)
+    return lax.all_gather(x, axes, axis=0, tiled=True, to="invarying")
 
 
 def all_to_all(x: jax.Array, axes: tuple[str, ...], split: int, concat: int, groups: Groups = None) -> jax.Array:

@@ -9,7 +9,9 @@ from typing import Any
 import jax
 from jax.sharding import PartitionSpec as P
 
+from jaxpar.attention.latent import absorbed_flops, expand_flops
 from jaxpar.attention.tiles import attend_flops
+from jaxpar.checkpoint.config import ModelConfig
 from jaxpar.ledger.traffic import Traffic, merge
 from jaxpar.nn.linear import product_rows
 from jaxpar.registry import chosen
@@ -27,12 +29,12 @@ def predict_flops(step: Step) -> dict[str, int]:
     Attention counts every tile of the page table, as if none could be skipped: which are is known only when it runs.
     """
     config, heads, rows = step.config, step.heads, product_rows(step.rows, step.itemsize)
-    size, hidden, plan = config.head_dim, config.hidden_size, step.plan
+    hidden, plan = config.hidden_size, step.plan
     attention = chosen(step)[f"{step.phase}_attention"]
     # In decode ranks of cp share the output projection, and the query projection where the strategy gathers queries.
     queries = step.heads_over_cp if plan.active(attention.query_axes) else heads.q_local
     outputs = step.heads_over_cp if step.phase == "decode" else heads.q_local
-    projections = 2 * rows * hidden * size * (queries + outputs + 2 * heads.kv_local)
+    projections = 2 * rows * _projected(config, queries, outputs, heads.kv_local)
     share = step.ranks(plan.width_of("ffn", step.phase)) // step.ranks(plan.width)
     width = -(-config.intermediate_size // plan.mesh.tp)
     ffn = 2 * rows * hidden * 3 * -(-width // share)
@@ -45,13 +47,38 @@ def predict_flops(step: Step) -> dict[str, int]:
     }
 
 
+def _projected(config: ModelConfig, queries: int, outputs: int, kv_heads: int) -> int:
+    """Weights of attention that a token passes on a rank: the projections of so many heads, and those before heads."""
+    hidden, mla = config.hidden_size, config.mla
+    out = hidden * config.v_head_dim * outputs
+    if mla is None:
+        return out + hidden * config.head_dim * (queries + 2 * kv_heads)
+    latents = hidden * ((mla.q_lora_rank or 0) + mla.kv_lora_rank + mla.qk_rope_head_dim)
+    return out + latents + (mla.q_lora_rank or hidden) * config.head_dim * queries
+
+
 def _attended(step: Step, attention: Strategy) -> int:
     """FLOPs of one layer's products of queries, keys and values; every rank of cp computes as many."""
-    share, size = attention.share(step, 0), step.config.head_dim
-    return sum(
-        attend_flops(step.lanes, share.heads, share.group, len(queries) * step.tokens, len(keys) * step.keys, size)
+    share, config, mla = attention.share(step, 0), step.config, step.config.mla
+    if mla is not None and step.phase == "decode":
+        return absorbed_flops(mla, step.lanes, share.heads, step.tokens, step.keys)
+    products = sum(
+        attend_flops(
+            step.lanes,
+            share.heads,
+            share.group,
+            len(queries) * step.tokens,
+            len(keys) * step.keys,
+            config.head_dim,
+            config.v_head_dim,
+        )
         for queries, keys in share.blocks
     )
+    if mla is None:
+        return products
+    # Whichever queries meet them: keys and values are made once of the latents of each block of ranks.
+    expanded = {tuple(keys): len(keys) * step.keys for _, keys in share.blocks}
+    return products + expand_flops(mla, step.lanes, share.heads, sum(expanded.values()))
 
 
 def local_bytes(shapes: Any, specs: Any, sizes: Mapping[str, int]) -> int:

@@ -13,7 +13,8 @@ from jaxpar.tables import counted, human_bytes, table
 def render(ledger: Ledger, preset: Preset | None = None) -> Group:
     """Traffic, FLOPs and memory of one rank; `preset` adds what its device offers."""
     parts: list[RenderableType] = [Text(_headline(ledger)), "", _steps(ledger), "", _traffic(ledger), ""]
-    parts += [_flops(ledger), "", *_work(ledger), _memory(ledger, preset), "", Text(_verdict(ledger))]
+    parts += [_flops(ledger), "", *_work(ledger), _memory(ledger, preset), "", *_latents(ledger)]
+    parts.append(Text(_verdict(ledger)))
     return Group(*parts)
 
 
@@ -84,6 +85,8 @@ def _memory(ledger: Ledger, preset: Preset | None) -> RenderableType:
         ("weights", human_bytes(ledger.weight_bytes), human_bytes(ledger.weight_bytes * ranks)),
         ("KV cache", human_bytes(ledger.cache_bytes), human_bytes(ledger.cache_bytes * ranks)),
     ]
+    if ledger.copied_cache_bytes:
+        rows.append(("  copies and padding over tp", "", human_bytes(ledger.copied_cache_bytes)))
     if ledger.needed_cache_bytes < ledger.cache_bytes:
         needed = ledger.needed_cache_bytes
         rows.append((f"  needed of its {ledger.pages} pages", human_bytes(needed), ""))
@@ -93,6 +96,18 @@ def _memory(ledger: Ledger, preset: Preset | None) -> RenderableType:
     if preset is not None:
         rows.append((f"{preset.device.kind} has", human_bytes(preset.device.memory_bytes), ""))
     return table("Memory", ("", "one rank", "all ranks"), rows)
+
+
+def _latents(ledger: Ledger) -> list[RenderableType]:
+    latents, mesh = ledger.latents, ledger.plan.mesh
+    if latents is None:
+        return []
+    weights, cache, held = map(human_bytes, (latents.weight_bytes, latents.cache_bytes, latents.read(mesh.tp)))
+    text = (
+        f"Every rank of tp={mesh.tp} holds the latents of its requests. Attention's weights {weights} / tp and latents "
+        f"{cache} x tp / {mesh.size} are {held} a rank, and least at tp = {latents.best_tp:.3g}."
+    )
+    return [Text(text), ""]
 
 
 def _verdict(ledger: Ledger) -> str:

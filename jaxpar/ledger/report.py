@@ -7,8 +7,10 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh
 
+from jaxpar.attention.planes import values_a_token
 from jaxpar.checkpoint.config import ModelConfig
 from jaxpar.devices import abstract_mesh
 from jaxpar.engine.sizes import (
@@ -24,6 +26,7 @@ from jaxpar.errors import PlanError
 from jaxpar.ledger.compiled import Change, compare_compiled
 from jaxpar.ledger.flops import trace_flops
 from jaxpar.ledger.hlo import parse_collectives
+from jaxpar.ledger.latents import Latents
 from jaxpar.ledger.predict import local_bytes, predict_flops, predict_traffic
 from jaxpar.ledger.trace import trace_traffic
 from jaxpar.ledger.traffic import Traffic, compare, merge, times
@@ -65,8 +68,9 @@ class Ledger:
 
     `steps` are those of different sizes, in order. Sizes are those that the engine runs: lanes, tokens, page tables and
     the pool of `pages` pages are rounded up. `cache_bytes` is the pool that a rank holds, `needed_cache_bytes` the part
-    that the tokens asked for need. `work` is that of a prefill's attention. `compiled` is the largest step as the
-    compiler made it, None where nothing was compiled.
+    that the tokens asked for need, `copied_cache_bytes` what of all ranks' pools other ranks of tp hold, too, or is
+    padding of heads. `work` is that of a prefill's attention, `latents` what tp costs and saves a model with latent
+    attention. `compiled` is the largest step as the compiler made it, None where nothing was compiled.
     """
 
     plan: Plan
@@ -78,6 +82,8 @@ class Ledger:
     weight_bytes: int
     cache_bytes: int
     needed_cache_bytes: int
+    copied_cache_bytes: int
+    latents: Latents | None
     work: Work | None
     compiled: Compiled | None
 
@@ -122,6 +128,8 @@ class Ledger:
             "cache_pages": self.pages,
             "cache_bytes": self.cache_bytes,
             "needed_cache_bytes": self.needed_cache_bytes,
+            "copied_cache_bytes": self.copied_cache_bytes,
+            "latents": self.latents and asdict(self.latents) | {"best_tp": self.latents.best_tp},
             "attention_work": self.work and asdict(self.work),
             "compiled": self.compiled and asdict(self.compiled),
         }
@@ -210,6 +218,7 @@ def make_ledger(
     counted = [_count(programs, step, count, pages) for step, count in Counter(steps).items()]
     weights, cache, _ = programs.abstract_arguments(counted[0].step, pages)
     cache_bytes = local_bytes(cache.planes, programs.cache_specs().planes, sizes)
+    stored, once = values_a_token(config, plan), values_a_token(config, Plan())
     largest = max(counted, key=lambda part: part.step.tokens * part.step.keys)
     return Ledger(
         plan=plan,
@@ -220,10 +229,20 @@ def make_ledger(
         pages=pages,
         weight_bytes=local_bytes(weights, programs.weight_specs, sizes),
         cache_bytes=cache_bytes,
-        work=prefill_work(steps, seq) if phase == "prefill" else None,
         needed_cache_bytes=cache_bytes // (pages * plan.page_size) * requests * held,
+        copied_cache_bytes=cache_bytes * plan.mesh.size // stored * (stored - once),
+        latents=_latents(programs, batch * seq * once) if config.mla else None,
+        work=prefill_work(steps, seq) if phase == "prefill" else None,
         compiled=_compile(programs, mesh, largest, pages) if isinstance(mesh, Mesh) else None,
     )
+
+
+def _latents(programs: Programs, values: int) -> Latents:
+    """For `values` of a cache in each layer."""
+    config, dtype = programs.config, jnp.dtype(programs.plan.dtype)
+    weights = sum(weight.abstract.size for name, weight in programs.weights.items() if ".attention." in name)
+    cache = values * config.num_hidden_layers
+    return Latents(weights * dtype.itemsize, cache * dtype.itemsize, programs.plan.mesh.size)
 
 
 def _count(programs: Programs, step: Step, count: int, pages: int) -> StepLedger:

@@ -1,1 +1,1 @@
-"""Mixture of experts: how loads are gathered, and which device holds which expert."""
+"""Mixture of experts: routing, dispatch to the ranks that hold the experts, and their products."""

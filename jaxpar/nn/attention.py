@@ -5,17 +5,17 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax import lax
 
-from jaxpar.attention.cache import Plane, Planes
+from jaxpar.attention.cache import Planes
 from jaxpar.attention.inputs import Inputs
 from jaxpar.checkpoint.config import ModelConfig
 from jaxpar.errors import PlanError
-from jaxpar.heads import PADDED, HeadLayout, split_heads
+from jaxpar.heads import HeadLayout, split_heads
 from jaxpar.nn.context import StepContext
-from jaxpar.nn.linear import ColumnParallel, RowParallel, rms_norm, share_of
+from jaxpar.nn.linear import ColumnParallel, rms_norm, share_of
+from jaxpar.nn.output import OutputProjection, head_block
 from jaxpar.nn.rope import rotate
-from jaxpar.nn.weights import ZEROS, Block, Source, Weight, weight
+from jaxpar.nn.weights import Source, Weight, weight
 from jaxpar.plan import Plan
 
 
@@ -39,33 +39,20 @@ class Attention(nnx.Module):
         self.window = config.windows[layers[0]]
         names = tuple(f"model.layers.{layer}.self_attn." for layer in layers)
         tp, stages, dtype = plan.width, plan.stages, plan.dtype
-        out_std = 0.02 / (2 * config.num_hidden_layers) ** 0.5
         self.qkv = ColumnParallel(
             weight(tuple(_qkv(config, self.heads, name, "weight") for name in names), (tp, None), dtype, 0.02, stages),
             weight(tuple(_qkv(config, self.heads, name, "bias") for name in names), (tp,), dtype, "zeros", stages)
             if config.qkv_bias
             else None,
         )
-        self.out = RowParallel(
-            weight(tuple(_out(config, self.heads, name) for name in names), (None, tp), dtype, out_std, stages),
-            weight(
-                tuple(Source.whole(f"{name}o_proj.bias", (config.hidden_size,)) for name in names),
-                (None,),
-                dtype,
-                "zeros",
-                stages,
-            )
-            if config.o_bias
-            else None,
-        )
+        self.out = OutputProjection(config, plan, self.heads, layers)
         self.q_norm = _head_norm(config, plan, names, "q_norm")
         self.k_norm = _head_norm(config, plan, names, "k_norm")
-
-    @property
-    def planes(self) -> list[Plane]:
-        """What the cache keeps: keys (rotated) and values of every rank's KV heads."""
-        heads, tp = self.heads.kv_local * self.heads.tp, ("tp",) if self.heads.tp > 1 else ()
-        return [Plane("k", heads, self.head_dim, tp), Plane("v", heads, self.head_dim, tp)]
+        self.sinks = (
+            weight(tuple(_sinks(config, self.heads, name) for name in names), (tp,), dtype, "zeros", stages)
+            if config.sinks
+            else None
+        )
 
     def __call__(self, x: jax.Array, planes: Planes, step: StepContext) -> tuple[jax.Array, Planes]:
         """Tokens [B * T, D] and the layer's cache -> a partial sum of [B * T, D], and the cache with them in it."""
@@ -73,21 +60,17 @@ class Attention(nnx.Module):
         lanes, tokens = step.positions.shape
         q, k, v = (y.reshape(lanes, tokens, *y.shape[1:]) for y in (q, k, v))
         planes, bag = step.store.update(planes, {"k": k, "v": v})
-        keys = step.store.key_positions
-        scale, group = self.head_dim**-0.5, self.heads.group
-        out = step.attention(Inputs(q, bag["k"], bag["v"], step.positions, keys, self.window, scale, group))
-        out = out.astype(x.dtype).reshape(lanes * tokens, *out.shape[2:])
-        if step.phase == "decode" and step.plan.sequence:
-            return self._finish_share(out, step.plan.sequence), planes
-        return self.out(out.reshape(lanes * tokens, -1)), planes
-
-    def _finish_share(self, out: jax.Array, axes: tuple[str, ...]) -> jax.Array:
-        """Project the heads [B * T, H/n, d] that decode leaves a rank of `axes` with."""
-        mine = share_of(self.heads.q_local, axes)
-        # Zeros for heads at the front of the share that belong to the ranks before, and the rank's own after them.
-        behind = jnp.concatenate([jnp.zeros_like(out), out], axis=1)
-        own = lax.dynamic_slice_in_dim(behind, mine.count - mine.skip, mine.count, axis=1)
-        return self.out.columns(own.reshape(out.shape[0], -1), mine.start * self.head_dim)
+        inputs = Inputs(
+            q,
+            (bag["k"], bag["v"]),
+            step.positions,
+            step.store.key_positions,
+            self.window,
+            self.head_dim**-0.5,
+            self.heads.group,
+            sinks=None if self.sinks is None else self.sinks[0].astype(jnp.float32),
+        )
+        return self.out.of_heads(step.attention(inputs), step, x.dtype), planes
 
     def _project(self, x: jax.Array, step: StepContext) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Tokens [B * T, D] -> rotated queries [B * T, H, d] (or a share of H), rotated keys and values."""
@@ -115,7 +98,7 @@ def _qkv(config: ModelConfig, heads: HeadLayout, prefix: str, kind: str) -> Sour
     for rank in range(heads.tp):
         for tensor, order, local in ((0, heads.q_heads, heads.q_local), (1, heads.kv_heads, heads.kv_local),
                                      (2, heads.kv_heads, heads.kv_local)):  # fmt: skip
-            blocks += [_head_block(tensor, head, size) for head in order[rank * local : (rank + 1) * local]]
+            blocks += [head_block(tensor, head, size) for head in order[rank * local : (rank + 1) * local]]
     return Source(
         tuple(f"{prefix}{name}_proj.{kind}" for name in "qkv"),
         tuple((count * size, *columns) for count in counts),
@@ -123,14 +106,9 @@ def _qkv(config: ModelConfig, heads: HeadLayout, prefix: str, kind: str) -> Sour
     )
 
 
-def _out(config: ModelConfig, heads: HeadLayout, prefix: str) -> Source:
-    shape = (config.hidden_size, config.num_attention_heads * config.head_dim)
-    blocks = tuple(_head_block(0, head, config.head_dim) for head in heads.q_heads)
-    return Source((f"{prefix}o_proj.weight",), (shape,), blocks, dim=1)
-
-
-def _head_block(tensor: int, head: int, size: int) -> Block:
-    return Block(ZEROS, 0, size) if head == PADDED else Block(tensor, head * size, size)
+def _sinks(config: ModelConfig, heads: HeadLayout, prefix: str) -> Source:
+    blocks = tuple(head_block(0, head, 1) for head in heads.q_heads)
+    return Source((f"{prefix}sinks",), ((config.num_attention_heads,),), blocks)
 
 
 def _head_norm(config: ModelConfig, plan: Plan, names: tuple[str, ...], which: str) -> Weight | None:

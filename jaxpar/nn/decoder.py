@@ -8,12 +8,13 @@ from __future__ import annotations
 import jax
 from flax import nnx
 
-from jaxpar.attention.cache import Plane, Planes
+from jaxpar.attention.cache import Planes
 from jaxpar.checkpoint.config import ModelConfig
 from jaxpar.collectives import enter, leave
 from jaxpar.nn.attention import Attention
 from jaxpar.nn.context import StepContext
 from jaxpar.nn.linear import rms_norm
+from jaxpar.nn.mla import MLA
 from jaxpar.nn.mlp import MLP
 from jaxpar.nn.weights import Source, Weight, weight
 from jaxpar.plan import Plan
@@ -26,7 +27,8 @@ class Slot(nnx.Module):
         """Declare the weights of `layers`, one a pipeline stage."""
         self.eps = config.rms_norm_eps
         self.attention_norm = _norm(config, plan, layers, "input_layernorm")
-        self.attention = Attention(config, plan, layers)
+        mla = config.mla
+        self.attention = Attention(config, plan, layers) if mla is None else MLA(config, mla, plan, layers)
         self.ffn_norm = _norm(config, plan, layers, "post_attention_layernorm")
         self.ffn = MLP(config, plan, layers)
 
@@ -66,11 +68,6 @@ class Decoder(nnx.Module):
             if config.tie_word_embeddings
             else weight(Source.padded("lm_head.weight", table, plan.mesh.tp), split, plan.dtype, 0.02)
         )
-
-    @property
-    def planes(self) -> list[list[Plane]]:
-        """What the cache keeps, slot by slot."""
-        return [slot.attention.planes for slot in self.slots]
 
     @property
     def head_weight(self) -> Weight:

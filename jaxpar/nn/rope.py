@@ -64,8 +64,13 @@ def angles(positions: jax.Array, rope: RopeConfig, head_dim: int) -> tuple[jax.A
     return jnp.cos(turned) * scale, jnp.sin(turned) * scale
 
 
-def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
-    """Turn heads [T, H, d] by angles [T, d / 2]; pair i is dimensions i and i + d/2, as Hugging Face stores them."""
-    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array, interleaved: bool = False) -> jax.Array:
+    """Turn heads [T, H, d] by angles [T, d / 2]; pair i is dimensions i and i + d/2, as Hugging Face stores them.
+
+    Where pairs are `interleaved`, pair i is dimensions 2i and 2i + 1. They come out as i and i + d/2 all the same: it
+    does not change a product of two that are rotated.
+    """
+    wide = x.astype(jnp.float32)
+    first, second = (wide[..., ::2], wide[..., 1::2]) if interleaved else jnp.split(wide, 2, axis=-1)
     cos, sin = cos[:, None, :], sin[:, None, :]
     return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)

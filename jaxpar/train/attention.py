@@ -8,8 +8,8 @@ from __future__ import annotations
 import jax
 
 from jaxpar.attention.cache import Planes
-from jaxpar.attention.inputs import Inputs, by_token
-from jaxpar.attention.partial import masked, products, weighted_values
+from jaxpar.attention.inputs import Inputs
+from jaxpar.attention.partial import Partial, masked, products, weighted_values
 
 
 class ChunkOnly:
@@ -26,6 +26,7 @@ class ChunkOnly:
 
 def attend_whole(x: Inputs) -> jax.Array:
     """Attention of every query over its sequence; each sees a key, itself at least -> [B, T, H, d] float32."""
-    q = x.grouped
-    scores = masked(products(q, x.k) * x.scale, x.q_positions, x.k_positions, x.window)
-    return by_token(weighted_values(jax.nn.softmax(scores, axis=-1), x.v).reshape(q.shape))
+    q, (k, v) = x.grouped, x.expand(x.bag)
+    scores = masked(products(q, k) * x.scale, x.q_positions, x.k_positions, x.window)
+    out = weighted_values(jax.nn.softmax(scores, axis=-1), v).reshape(*q.shape[:-1], x.value_size)
+    return x.finish(Partial(out, jax.nn.logsumexp(scores, axis=-1).reshape(q.shape[:-1])))

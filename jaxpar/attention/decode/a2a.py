@@ -25,8 +25,7 @@ from jaxpar.strategies import Step, Strategy
 
 def run(x: Inputs, plan: Plan, prepared: None) -> jax.Array:
     """A slice of the query heads [B, T, H/cp, d] -> attention of the same heads over the keys of all ranks."""
-    whole = gather_queries(x, plan)
-    return exchange(whole.attend(), x.q.dtype, plan)
+    return exchange(gather_queries(x, plan), plan)
 
 
 def traffic(step: Step) -> list[Traffic]:

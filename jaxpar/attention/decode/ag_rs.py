@@ -12,6 +12,7 @@ What is sent does not depend on the length of the context.
 from __future__ import annotations
 
 import jax
+import jax.numpy as jnp
 
 from jaxpar.attention.decode.exchange import gather_queries, query_traffic, rescale_traffic
 from jaxpar.attention.inputs import Inputs, by_token, pad_heads
@@ -27,7 +28,10 @@ def run(x: Inputs, plan: Plan, prepared: None) -> jax.Array:
     whole = gather_queries(x, plan)
     part = whole.attend()
     out, lse = by_token(part.out), by_token(part.lse)
-    weights = weights_among(lse[None], all_gather(lse[None], plan.sequence))[0]
+    every = all_gather(lse[None], plan.sequence)
+    if x.sinks is not None:
+        every = jnp.concatenate([every, jnp.broadcast_to(x.sinks, (1, *lse.shape))])
+    weights = weights_among(lse[None], every)[0]
     scaled = pad_heads(weighted(out, weights), plan.mesh.cp).astype(x.q.dtype)
     return scatter_sum(scaled, plan.sequence, dimension=2)
 

@@ -8,38 +8,47 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from jaxpar.attention.decode.overlap import parts_of
 from jaxpar.attention.inputs import Inputs, by_token, pad_heads
 from jaxpar.attention.packed import pack, packed_bytes, unpack
-from jaxpar.attention.partial import Partial, merge_all
-from jaxpar.collectives import all_gather, all_to_all
+from jaxpar.attention.partial import merge_all, with_sinks
+from jaxpar.collectives import all_gather, all_to_all, rank_index
 from jaxpar.ledger.traffic import Traffic
 from jaxpar.plan import Plan
 from jaxpar.strategies import Step
 
 
-def exchange(part: Partial, dtype: jnp.dtype, plan: Plan) -> jax.Array:
-    """One all-to-all of outputs and LSE together; the receiver merges.
+def exchange(x: Inputs, plan: Plan) -> jax.Array:
+    """Attention over the rank's own keys, and one all-to-all of outputs and LSE together; the receiver merges.
 
     rank 0 of cp   o0[h0 h1]  ->  o0[h0] o1[h0] merged        keys of rank r give the partial results o_r
     rank 1         o1[h0 h1]  ->  o0[h1] o1[h1] merged
 
     Args:
-        part: the rank's partial result [K, B, T, G, d], over its own keys.
-        dtype: in which outputs are sent; LSE are float32.
+        x: all query heads of the rank, and its own keys. Outputs are sent in the dtype of the queries, LSE in float32.
         plan: of the step.
 
     Returns:
         [B, T, H / cp, d] float32, rounded up; the last ranks may have heads of zeros at the end.
     """
-    packed = pad_heads(by_token(pack(part, dtype)), plan.mesh.cp)[None]
-    return merge_all(unpack(all_to_all(packed, plan.sequence, split=3, concat=0), dtype)).out
+    dtype, ranks = x.q.dtype, plan.mesh.cp
+    packed = pad_heads(by_token(pack(x.attend(), dtype)), ranks)
+    merged = merge_all(unpack(all_to_all(packed[None], plan.sequence, split=3, concat=0), dtype))
+    return with_sinks(merged, None if x.sinks is None else _slice_of(x.sinks, plan))
+
+
+def _slice_of(sinks: jax.Array, plan: Plan) -> jax.Array:
+    """Those of the heads [H] that the exchange leaves this rank with, [H / cp] rounded up."""
+    count = -(-sinks.shape[0] // plan.mesh.cp)
+    padded = jnp.pad(sinks, (0, count * plan.mesh.cp - sinks.shape[0]))
+    return lax.dynamic_slice_in_dim(padded, rank_index(plan.sequence) * count, count)
 
 
 def gather_queries(x: Inputs, plan: Plan) -> Inputs:
     """The query heads of all ranks of cp, each of which projected a share, in order."""
-    heads, count = x.k.shape[0] * x.group, x.q.shape[2]
+    heads, count = x.kv_heads * x.group, x.q.shape[2]
     # The last shares begin earlier where heads do not divide (`nn.linear.share_of`).
     where = [head // count * count + head - min(head // count * count, heads - count) for head in range(heads)]
     gathered = all_gather(x.q, plan.sequence, dimension=2)
@@ -48,7 +57,7 @@ def gather_queries(x: Inputs, plan: Plan) -> Inputs:
 
 def exchange_traffic(step: Step, strategy: str) -> list[Traffic]:
     """One all-to-all a layer and part."""
-    heads = step.plan.mesh.cp * step.heads_over_cp * packed_bytes(step.config.head_dim, step.itemsize)
+    heads = step.plan.mesh.cp * step.heads_over_cp * packed_bytes(step.config.v_head_dim, step.itemsize)
     return [_in_layers(step, strategy, "all_to_all", part.rows * heads) for part in parts_of(step)]
 
 
@@ -60,7 +69,7 @@ def query_traffic(step: Step, strategy: str) -> list[Traffic]:
 
 def rescale_traffic(step: Step, strategy: str) -> list[Traffic]:
     """One all-gather of LSE and one reduce-scatter of outputs, a layer and part."""
-    out = step.plan.mesh.cp * step.heads_over_cp * step.config.head_dim * step.itemsize
+    out = step.plan.mesh.cp * step.heads_over_cp * step.config.v_head_dim * step.itemsize
     return [
         row
         for part in parts_of(step)

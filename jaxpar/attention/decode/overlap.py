@@ -37,6 +37,7 @@ def in_parts(run: Callable[[Inputs], jax.Array], x: Inputs, parts: int) -> jax.A
     for count in overlap_parts(x.q.shape[0], parts):
         lanes = slice(start, start + count)
         queries = x._replace(q=x.q[lanes], q_positions=x.q_positions[lanes])
-        done.append(run(queries._replace(k=x.k[:, lanes], v=x.v[:, lanes], k_positions=x.k_positions[lanes])))
+        bag = x.bag[0][:, lanes], x.bag[1][:, lanes]
+        done.append(run(queries._replace(bag=bag, k_positions=x.k_positions[lanes])))
         start += count
     return jnp.concatenate(done)

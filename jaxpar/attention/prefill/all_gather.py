@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import jax
 
-from jaxpar.attention.inputs import Inputs, by_token
+from jaxpar.attention.inputs import Inputs
 from jaxpar.attention.prefill.positions import gather_traffic, of_every_rank, side_by_side
 from jaxpar.collectives import all_gather
 from jaxpar.ledger.traffic import Traffic
@@ -23,16 +23,16 @@ def prepare(q_positions: jax.Array, k_positions: jax.Array, plan: Plan) -> jax.A
 
 def run(x: Inputs, plan: Plan, prepared: jax.Array) -> jax.Array:
     """Attention of the rank's queries over the keys of all ranks -> [B, T, H, d] float32."""
-    k, v = (all_gather(array, plan.sequence, dimension=2) for array in (x.k, x.v))
-    return by_token(x._replace(k=k, v=v, k_positions=prepared).attend().out)
+    first, second = (all_gather(plane, plan.sequence, dimension=2) for plane in x.bag)
+    return x.finish(x._replace(bag=(first, second), k_positions=prepared).attend())
 
 
 def traffic(step: Step) -> list[Traffic]:
     """Two all-gathers a layer, of keys and of values; positions once."""
-    scope, calls = ("prefill_attention", "all_gather"), 2 * step.config.num_hidden_layers
+    scope, layers = ("prefill_attention", "all_gather"), step.config.num_hidden_layers
     return [
         *gather_traffic(step, "all_gather", step.keys),
-        step.sends(scope, "all_gather", step.plan.sequence, calls, step.key_bytes),
+        *(step.sends(scope, "all_gather", step.plan.sequence, layers, plane) for plane in step.bag_bytes),
     ]
 
 

@@ -7,7 +7,8 @@
     rank 3      kv3    kv2    kv1    kv0
 
 A block holds all that a rank has cached of the requests, the chunk's tokens among it, so that a chunk sees its prefix
-in the same pass. Tiles in which no query sees a key are skipped, whichever layout dealt the tokens.
+in the same pass. Tiles in which no query sees a key are skipped, whichever layout dealt the tokens. Of latent attention
+latents travel, and each rank makes keys and values of them for its own heads as they arrive.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxpar.attention.inputs import Inputs, by_token
+from jaxpar.attention.inputs import Inputs
+from jaxpar.attention.latent import Bag
 from jaxpar.attention.partial import Partial, no_keys
 from jaxpar.attention.prefill.positions import gather_traffic, of_every_rank, of_rank
 from jaxpar.attention.tiles import attend
@@ -28,7 +30,7 @@ from jaxpar.ledger.traffic import Traffic
 from jaxpar.plan import Plan
 from jaxpar.strategies import Share, Step, Strategy, own_share
 
-_Carry = tuple[tuple[jax.Array, jax.Array], Partial]
+_Carry = tuple[Bag, Partial]
 
 
 def prepare(q_positions: jax.Array, k_positions: jax.Array, plan: Plan) -> jax.Array:
@@ -43,7 +45,7 @@ def run(x: Inputs, plan: Plan, prepared: jax.Array) -> jax.Array:
     def positions(step: jax.Array | int) -> jax.Array:
         return of_rank(prepared, (rank - step) % ranks)
 
-    return by_token(ring_attention(x, positions, ranks, plan.sequence).out)
+    return x.finish(ring_attention(x, positions, ranks, plan.sequence))
 
 
 def ring_attention(
@@ -62,39 +64,39 @@ def ring_attention(
         axes: that the ring lies in.
         groups: the rings, where they are subgroups of the axis.
     """
-    q = x.grouped
+    q, size = x.grouped, x.value_size
 
-    def attend_to(step: jax.Array | int, keys: tuple[jax.Array, jax.Array], done: Partial) -> Partial:
-        onto = Partial(done.out.reshape(q.shape), done.lse.reshape(q.shape[:-1]))
-        return attend(q, *keys, x.q_positions, positions(step), x.window, x.scale, onto=onto)
+    def attend_to(step: jax.Array | int, bag: Bag, done: Partial) -> Partial:
+        onto = Partial(done.out.reshape(*q.shape[:-1], size), done.lse.reshape(q.shape[:-1]))
+        return attend(q, *x.expand(bag), x.q_positions, positions(step), x.window, x.scale, onto=onto)
 
     def flat(done: Partial) -> Partial:
         # XLA:CPU orders dimensions of size 1 in a loop's carry as it likes, and would copy the result at every hop.
-        return Partial(done.out.reshape(-1, q.shape[-1]), done.lse.reshape(-1))
+        return Partial(done.out.reshape(-1, size), done.lse.reshape(-1))
 
     def hop(carry: _Carry, step: jax.Array) -> tuple[_Carry, None]:
-        keys, done = carry
-        following = (shift(keys[0], axes, groups), shift(keys[1], axes, groups))
-        return (following, flat(attend_to(step, keys, done))), None
+        bag, done = carry
+        following = (shift(bag[0], axes, groups), shift(bag[1], axes, groups))
+        return (following, flat(attend_to(step, bag, done))), None
 
     # A scan, not a Python loop: XLA overlaps the hops of a scan with its work on TPU and GPU.
-    (keys, done), _ = lax.scan(hop, ((x.k, x.v), flat(no_keys(q, x.k, x.v))), jnp.arange(ranks - 1))
-    return attend_to(ranks - 1, keys, done)
+    (bag, done), _ = lax.scan(hop, (x.bag, flat(no_keys(q, size, *x.bag))), jnp.arange(ranks - 1))
+    return attend_to(ranks - 1, bag, done)
 
 
-def hop_traffic(step: Step, strategy: str, ranks: int, message: int) -> list[Traffic]:
-    """The hops around rings of `ranks` of keys of `message` bytes, and of as many values, in all layers."""
+def hop_traffic(step: Step, strategy: str, ranks: int, messages: list[int]) -> list[Traffic]:
+    """The hops around rings of `ranks` of a rank's planes, of as many bytes as `messages` has, in all layers."""
     if ranks == 1:
         return []
-    hops = 2 * step.config.num_hidden_layers * (ranks - 1)
-    return [step.sends(("prefill_attention", strategy), "ppermute", step.plan.sequence, hops, message)]
+    scope, hops = ("prefill_attention", strategy), step.config.num_hidden_layers * (ranks - 1)
+    return [step.sends(scope, "ppermute", step.plan.sequence, hops, message) for message in messages]
 
 
 def traffic(step: Step) -> list[Traffic]:
     """Cp - 1 hops of a rank's keys and of its values in each layer; positions once."""
     return [
         *gather_traffic(step, "ring", step.keys),
-        *hop_traffic(step, "ring", step.plan.mesh.cp, step.key_bytes),
+        *hop_traffic(step, "ring", step.plan.mesh.cp, step.bag_bytes),
     ]
 
 

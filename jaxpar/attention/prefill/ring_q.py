@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxpar.attention.inputs import Inputs, by_token
+from jaxpar.attention.inputs import Inputs
 from jaxpar.attention.packed import pack, packed_bytes, unpack
 from jaxpar.attention.partial import merge_all
 from jaxpar.attention.prefill.positions import gather_traffic, of_every_rank, of_rank
@@ -34,11 +34,11 @@ def prepare(q_positions: jax.Array, k_positions: jax.Array, plan: Plan) -> jax.A
 def run(x: Inputs, plan: Plan, prepared: jax.Array) -> jax.Array:
     """Attention of the rank's queries over the keys of all ranks -> [B, T, H, d] float32."""
     axes, ranks = plan.sequence, plan.mesh.cp
-    rank = rank_index(axes)
+    rank, keys = rank_index(axes), x.expand(x.bag)
 
     def visit(q: jax.Array, step: jax.Array | int) -> jax.Array:
         q_positions = of_rank(prepared, (rank - step) % ranks)
-        return pack(attend(q, x.k, x.v, q_positions, x.k_positions, x.window, x.scale), x.q.dtype)
+        return pack(attend(q, *keys, q_positions, x.k_positions, x.window, x.scale), x.q.dtype)
 
     def hop(q: jax.Array, step: jax.Array) -> tuple[jax.Array, jax.Array]:
         following = shift(q, axes)
@@ -47,7 +47,7 @@ def run(x: Inputs, plan: Plan, prepared: jax.Array) -> jax.Array:
     q, parts = lax.scan(hop, x.grouped, jnp.arange(ranks - 1))
     parts = jnp.concatenate([parts, visit(q, ranks - 1)[None]])
     of_owner = jnp.take(parts, (rank - jnp.arange(ranks)) % ranks, axis=0)
-    return by_token(merge_all(unpack(all_to_all(of_owner, axes, split=0, concat=0), x.q.dtype)).out)
+    return x.finish(merge_all(unpack(all_to_all(of_owner, axes, split=0, concat=0), x.q.dtype)))
 
 
 def traffic(step: Step) -> list[Traffic]:
@@ -55,7 +55,7 @@ def traffic(step: Step) -> list[Traffic]:
     layers, ranks, axes = step.config.num_hidden_layers, step.plan.mesh.cp, step.plan.sequence
     scope, vectors = ("prefill_attention", "ring_q"), step.rows * step.heads.q_local
     query = vectors * step.config.head_dim * step.itemsize
-    parts = ranks * vectors * packed_bytes(step.config.head_dim, step.itemsize)
+    parts = ranks * vectors * packed_bytes(step.config.v_head_dim, step.itemsize)
     return [
         *gather_traffic(step, "ring_q", step.tokens),
         step.sends(scope, "ppermute", axes, layers * (ranks - 1), query),

@@ -5,7 +5,8 @@
     rank 1   t2 t3   h0 h1 h2 h3                            rank 1   t0 t1 t2 t3   h2 h3
 
 Queries, keys and values go to the rank of their heads. Where there are fewer KV heads than ranks, copies of them are
-sent, and where heads do not divide, zeros: `heads.split_heads` deals them, as it does over tp.
+sent, and where heads do not divide, zeros: `heads.split_heads` deals them, as it does over tp. Latents (MLA) serve all
+heads: every rank gathers those of all ranks, and makes keys and values of them for its heads alone.
 """
 
 from __future__ import annotations
@@ -13,10 +14,11 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
-from jaxpar.attention.inputs import Inputs, by_token
+from jaxpar.attention.inputs import Inputs
 from jaxpar.attention.prefill.positions import gather_traffic, of_every_rank, side_by_side
-from jaxpar.collectives import all_to_all
+from jaxpar.collectives import all_gather, all_to_all, rank_index
 from jaxpar.collectives.move import Groups
 from jaxpar.heads import PADDED, HeadLayout, split_heads
 from jaxpar.ledger.traffic import Traffic
@@ -32,9 +34,9 @@ def prepare(q_positions: jax.Array, k_positions: jax.Array, plan: Plan) -> tuple
 
 def run(x: Inputs, plan: Plan, prepared: tuple[jax.Array, jax.Array]) -> jax.Array:
     """Attention of the rank's queries over the keys of all ranks -> [B, T, H, d]."""
-    layout = heads_over(x.k.shape[0], x.group, plan.mesh.cp)
+    layout = heads_over(x.kv_heads, x.group, plan.mesh.cp)
     mine = to_heads(x, layout, plan.sequence)._replace(q_positions=prepared[0], k_positions=prepared[1])
-    return to_tokens(by_token(mine.attend().out).astype(x.q.dtype), layout, plan.sequence)
+    return to_tokens(mine.finish(mine.attend()).astype(x.q.dtype), layout, plan.sequence)
 
 
 def heads_over(kv_heads: int, group: int, ranks: int) -> HeadLayout:
@@ -44,9 +46,25 @@ def heads_over(kv_heads: int, group: int, ranks: int) -> HeadLayout:
 
 def to_heads(x: Inputs, layout: HeadLayout, axes: tuple[str, ...], groups: Groups = None) -> Inputs:
     """The queries, keys and values of all ranks' tokens, for this rank's heads; positions are left as they are."""
-    q = all_to_all(_deal(x.q, layout.q_heads, 2), axes, split=2, concat=1, groups=groups)
-    k, v = (all_to_all(_deal(y, layout.kv_heads, 0), axes, split=0, concat=2, groups=groups) for y in (x.k, x.v))
-    return x._replace(q=q, k=k, v=v, group=layout.group)
+    rank = rank_index(axes) % layout.tp
+
+    def own(per_head: jax.Array, heads: tuple[int, ...]) -> jax.Array:
+        """This rank's heads of what every rank has of all of them."""
+        count = len(heads) // layout.tp
+        return lax.dynamic_slice_in_dim(_deal(per_head, heads, 0), rank * count, count)
+
+    def exchange(plane: jax.Array) -> jax.Array:
+        if x.latent is not None:
+            return all_gather(plane, axes, dimension=2, groups=groups)
+        return all_to_all(_deal(plane, layout.kv_heads, 0), axes, split=0, concat=2, groups=groups)
+
+    return x._replace(
+        q=all_to_all(_deal(x.q, layout.q_heads, 2), axes, split=2, concat=1, groups=groups),
+        bag=(exchange(x.bag[0]), exchange(x.bag[1])),
+        group=layout.group,
+        sinks=None if x.sinks is None else own(x.sinks, layout.q_heads),
+        latent=x.latent and x.latent._replace(up=own(x.latent.up, layout.kv_heads)),
+    )
 
 
 def to_tokens(out: jax.Array, layout: HeadLayout, axes: tuple[str, ...], groups: Groups = None) -> jax.Array:
@@ -64,15 +82,25 @@ def _deal(x: jax.Array, heads: tuple[int, ...], dimension: int) -> jax.Array:
 
 
 def exchange_traffic(step: Step, strategy: str, ranks: int) -> list[Traffic]:
-    """The all-to-alls of a layer's queries, keys, values and outputs over groups of `ranks`, in all layers."""
+    """What bringing tokens to heads over groups of `ranks` sends, and bringing outputs back, in all layers."""
     if ranks == 1:
         return []
-    calls, layout = 2 * step.config.num_hidden_layers, _layout(step, ranks)
-    vector = ranks * step.config.head_dim * step.itemsize
-    queries = step.rows * layout.q_local * vector
-    keys = step.lanes * step.keys * layout.kv_local * vector
-    scope, axes = ("prefill_attention", strategy), step.plan.sequence
-    return [step.sends(scope, "all_to_all", axes, calls, message, ranks) for message in (queries, keys)]
+    layers, scope, axes = step.config.num_hidden_layers, ("prefill_attention", strategy), step.plan.sequence
+    vectors = ranks * step.rows * _layout(step, ranks).q_local * step.itemsize
+    messages = [("all_to_all", vectors * size) for size in (step.config.head_dim, step.config.v_head_dim)]
+    if step.config.mla is None:
+        messages += [("all_to_all", plane) for plane in bag_bytes_over(step, ranks)]
+    else:
+        messages += [("all_gather", plane) for plane in step.bag_bytes]
+    return [step.sends(scope, collective, axes, layers, message, ranks) for collective, message in messages]
+
+
+def bag_bytes_over(step: Step, ranks: int) -> list[int]:
+    """Bytes of each plane that a rank has of its group of `ranks` after the exchange: of its heads, or the latents."""
+    if step.config.mla is not None:
+        return [ranks * plane for plane in step.bag_bytes]
+    heads = _layout(step, ranks).kv_local
+    return [ranks * heads * plane // step.heads.kv_local for plane in step.bag_bytes]
 
 
 def heads_share(step: Step, rank: int, ranks: int, blocks: list[tuple[list[int], list[int]]]) -> Share:
@@ -87,7 +115,7 @@ def _layout(step: Step, ranks: int) -> HeadLayout:
 
 
 def traffic(step: Step) -> list[Traffic]:
-    """Four all-to-alls a layer, of queries, keys, values and outputs; positions once."""
+    """Four all-to-alls a layer, of queries, keys, values and outputs (gathers of latents); positions once."""
     positions = gather_traffic(step, "ulysses", step.tokens, step.keys)
     return [*positions, *exchange_traffic(step, "ulysses", step.plan.mesh.cp)]
 

@@ -13,10 +13,11 @@ from __future__ import annotations
 import jax
 from jax import lax
 
-from jaxpar.attention.inputs import Inputs, by_token
+from jaxpar.attention.inputs import Inputs
 from jaxpar.attention.prefill.positions import gather_traffic, of_every_rank, side_by_side
 from jaxpar.attention.prefill.ring import hop_traffic, ring_attention
 from jaxpar.attention.prefill.ulysses import (
+    bag_bytes_over,
     exchange_traffic,
     heads_over,
     heads_share,
@@ -42,7 +43,7 @@ def prepare(q_positions: jax.Array, k_positions: jax.Array, plan: Plan) -> tuple
 
 def run(x: Inputs, plan: Plan, prepared: tuple[jax.Array, jax.Array]) -> jax.Array:
     """Attention of the rank's queries over the keys of all ranks -> [B, T, H, d]."""
-    axes, inner = plan.sequence, inner_degree(plan, x.k.shape[0])
+    axes, inner = plan.sequence, inner_degree(plan, x.kv_heads)
     outer = plan.mesh.cp // inner
     mine = rank_index(axes) // inner
     inside = [list(range(group * inner, (group + 1) * inner)) for group in range(outer)]
@@ -51,21 +52,19 @@ def run(x: Inputs, plan: Plan, prepared: tuple[jax.Array, jax.Array]) -> jax.Arr
     def positions(every: jax.Array, group: jax.Array | int) -> jax.Array:
         return side_by_side(lax.dynamic_slice_in_dim(every, group * inner, inner))
 
-    layout = heads_over(x.k.shape[0], x.group, inner)
+    layout = heads_over(x.kv_heads, x.group, inner)
     whole = to_heads(x, layout, axes, inside)._replace(q_positions=positions(prepared[0], mine))
     part = ring_attention(whole, lambda step: positions(prepared[1], (mine - step) % outer), outer, axes, rings)
-    return to_tokens(by_token(part.out).astype(x.q.dtype), layout, axes, inside)
+    return to_tokens(whole.finish(part).astype(x.q.dtype), layout, axes, inside)
 
 
 def traffic(step: Step) -> list[Traffic]:
-    """Ulysses' four all-to-alls over the inner ranks, the ring's hops of what a rank then has; positions once."""
+    """Ulysses' exchanges over the inner ranks, the ring's hops of what a rank then has; positions once."""
     inner = inner_degree(step.plan, step.heads.kv_local)
-    outer, layout = step.plan.mesh.cp // inner, heads_over(step.heads.kv_local, step.heads.group, inner)
-    message = step.lanes * inner * step.keys * layout.kv_local * step.config.head_dim * step.itemsize
     return [
         *gather_traffic(step, "usp", step.tokens, step.keys),
         *exchange_traffic(step, "usp", inner),
-        *hop_traffic(step, "usp", outer, message),
+        *hop_traffic(step, "usp", step.plan.mesh.cp // inner, bag_bytes_over(step, inner)),
     ]
 
 

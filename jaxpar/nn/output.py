@@ -1,0 +1,54 @@
+"""The output projection of attention: a rank's heads back to a partial sum of the residual stream."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jaxpar.checkpoint.config import ModelConfig
+from jaxpar.heads import PADDED, HeadLayout
+from jaxpar.nn.context import StepContext
+from jaxpar.nn.linear import RowParallel, share_of
+from jaxpar.nn.weights import ZEROS, Block, Source, weight
+from jaxpar.plan import Plan
+
+
+class OutputProjection(RowParallel):
+    """[B, T, H, d] -> a partial sum of [B * T, D]; each rank holds the columns of its query heads."""
+
+    def __init__(self, config: ModelConfig, plan: Plan, heads: HeadLayout, layers: tuple[int, ...]) -> None:
+        """Declare `o_proj` of the slot that holds `layers`, one a pipeline stage."""
+        names = tuple(f"model.layers.{layer}.self_attn.o_proj." for layer in layers)
+        size, stages, dtype = config.v_head_dim, plan.stages, plan.dtype
+        shape = (config.hidden_size, config.num_attention_heads * size)
+        blocks = tuple(head_block(0, head, size) for head in heads.q_heads)
+        columns = tuple(Source((f"{name}weight",), (shape,), blocks, dim=1) for name in names)
+        biases = tuple(Source.whole(f"{name}bias", (config.hidden_size,)) for name in names)
+        std = 0.02 / (2 * config.num_hidden_layers) ** 0.5
+        super().__init__(
+            weight(columns, (None, plan.width), dtype, std, stages),
+            weight(biases, (None,), dtype, "zeros", stages) if config.o_bias else None,
+        )
+        self.q_local = heads.q_local
+
+    def of_heads(self, out: jax.Array, step: StepContext, dtype: jnp.dtype) -> jax.Array:
+        """Project what attention gives: all heads of the rank, or in decode over cp a share of them."""
+        lanes, tokens, _, size = out.shape
+        out = out.astype(dtype).reshape(lanes * tokens, -1, size)
+        if step.phase == "decode" and step.plan.sequence:
+            return self._share(out, step.plan.sequence)
+        return self(out.reshape(lanes * tokens, -1))
+
+    def _share(self, out: jax.Array, axes: tuple[str, ...]) -> jax.Array:
+        """Project the heads [B * T, H/n, d] that decode leaves a rank of `axes` with."""
+        mine = share_of(self.q_local, axes)
+        # Zeros for heads at the front of the share that belong to the ranks before, and the rank's own after them.
+        behind = jnp.concatenate([jnp.zeros_like(out), out], axis=1)
+        own = lax.dynamic_slice_in_dim(behind, mine.count - mine.skip, mine.count, axis=1)
+        return self.columns(own.reshape(out.shape[0], -1), mine.start * out.shape[2])
+
+
+def head_block(tensor: int, head: int, size: int) -> Block:
+    """The rows or columns of a head of `size` in tensor number `tensor`; zeros for padding."""
+    return Block(ZEROS, 0, size) if head == PADDED else Block(tensor, head * size, size)
