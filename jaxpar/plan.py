@@ -6,6 +6,7 @@ here and a new module in the registry, not a new code path.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Literal
@@ -13,15 +14,16 @@ from typing import Literal
 from jaxpar.errors import PlanError
 from jaxpar.layout import LAYOUTS
 from jaxpar.mesh import AXES, MeshSpec, parse_experts_over
-from jaxpar.values import shown, whole_number
+from jaxpar.values import real_number, shown, whole_number
 
 Phase = Literal["prefill", "decode"]
 PHASES: tuple[Phase, ...] = ("prefill", "decode")
-SublayerName = Literal["attention", "ffn", "vocabulary"]
+SublayerName = Literal["attention", "ffn", "moe", "vocabulary"]
 DTYPES = ("float32", "bfloat16", "float16")
 # Fields that are whole numbers, and the least that each may be.
 _NUMBERS = {
     "cp_interleave": 1,
+    "devices_per_node": 0,
     "ulysses_degree": 0,
     "decode_overlap": 1,
     "chunk": 1,
@@ -29,20 +31,22 @@ _NUMBERS = {
     "max_num_seqs": 1,
 }
 # Axes that a step program can split over so far; the others exist in specs, presets and `jaxpar mesh`.
-RUNNABLE_AXES = ("dp", "cp", "tp")
+RUNNABLE_AXES = ("dp", "ep", "cp", "tp")
 
 
 @dataclass(frozen=True)
 class Sublayer:
     """How one sublayer joins the residual stream: enter -> local -> leave.
 
-    Entering gathers the tokens over `gather`; leaving reduce-scatters the partial results over `scatter` and then sums
-    them over `sum`. An empty tuple is no communication at all.
+    Entering gathers the tokens over `gather`, and of those that ranks of `deal` all have each takes its own slice;
+    leaving reduce-scatters the partial results over `scatter`, sums them over `sum` and gathers the slices over `deal`.
+    An empty tuple is no communication at all.
     """
 
     gather: tuple[str, ...]
     scatter: tuple[str, ...]
     sum: tuple[str, ...]
+    deal: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -50,7 +54,11 @@ class Plan:
     """One way to run a model on a mesh; the fields are the keyword arguments of `jaxpar.load`.
 
     `prefill_attention`, `decode_attention` and `all_reduce` name strategies of the registry (`jaxpar strategies`);
-    "auto" chooses for each step. `experts_over` are the axes over which experts are split.
+    "auto" chooses for each step. `experts_over` are the axes over which experts are split, `moe_dispatch` is how tokens
+    reach them; an expert's width is split over tp unless tp is among the axes. `moe_deduplicate` sends a token once to
+    each rank that has any of its experts, and not once for each; `moe_capacity` drops the rows by which what one rank
+    sends to another exceeds so many times an even share (0: none is ever dropped); `devices_per_node` consecutive ranks
+    are joined by fast links (0: no nodes are known).
     `layout` deals the tokens of a prefill chunk over cp, `cp_interleave` is the number of positions that follow one
     another on a rank where they are striped. `ulysses_degree` is how much of cp `usp` gives to its all-to-all (0: as
     much as KV heads allow). `decode_overlap` is the number of parts in which a decode step's requests go through
@@ -62,6 +70,10 @@ class Plan:
 
     mesh: MeshSpec = field(default_factory=MeshSpec)
     experts_over: tuple[str, ...] = ("ep",)
+    moe_dispatch: str = "auto"
+    moe_deduplicate: bool = False
+    moe_capacity: float = 0.0
+    devices_per_node: int = 0
     layout: str = "striped"
     cp_interleave: int = 1
     prefill_attention: str = "auto"
@@ -96,12 +108,17 @@ class Plan:
             )
         if not isinstance(self.layout, str) or self.layout not in LAYOUTS:
             raise PlanError(f"layout={shown(self.layout)} is not a layout: use one of {', '.join(LAYOUTS)}")
-        for name in ("prefill_attention", "decode_attention", "all_reduce"):
+        for name in ("moe_dispatch", "prefill_attention", "decode_attention", "all_reduce"):
             if not isinstance(getattr(self, name), str):
                 default = getattr(Plan, name)
                 raise PlanError(f"{name}={shown(getattr(self, name))}: give a strategy's name, such as {default!r}")
-        if not isinstance(self.sequence_parallel, bool):
-            raise PlanError(f"sequence_parallel={shown(self.sequence_parallel)}: it must be True or False")
+        for name in ("moe_deduplicate", "sequence_parallel"):
+            if not isinstance(getattr(self, name), bool):
+                raise PlanError(f"{name}={shown(getattr(self, name))}: it must be True or False")
+        capacity = real_number(self.moe_capacity)
+        if capacity is None or not 0 <= capacity < math.inf:
+            raise PlanError(f"moe_capacity={shown(self.moe_capacity)}: it must be 0 (nothing is dropped) or above")
+        object.__setattr__(self, "moe_capacity", capacity)
         if not isinstance(self.dtype, str) or self.dtype not in DTYPES:
             raise PlanError(f"dtype={shown(self.dtype)} is unknown: use one of {', '.join(DTYPES)}")
         object.__setattr__(self, "experts_over", parse_experts_over(self.experts_over))
@@ -131,6 +148,11 @@ class Plan:
         return self.active(("pp",))
 
     @property
+    def experts(self) -> tuple[str, ...]:
+        """The axes over which experts are split."""
+        return self.active(self.experts_over)
+
+    @property
     def pages(self) -> tuple[str, ...]:
         """The axes over which the pages of the KV cache are split: replicas, and positions within one."""
         return self.active(("dp", "ep", "cp"))
@@ -145,6 +167,10 @@ class Plan:
         over_tokens = self.width if self.sequence_parallel else ()
         return {phase: (*self.tokens(phase), *over_tokens) for phase in PHASES}
 
+    def row_slices(self, phase: Phase) -> tuple[str, ...]:
+        """The axes over which the residual stream splits the tokens that attention works on."""
+        return tuple(axis for axis in self.residual[phase] if axis not in self.tokens(phase))
+
     def slices(self, phase: Phase) -> tuple[str, ...]:
         """The axes over which the residual stream of one replica is split."""
         return tuple(axis for axis in self.residual[phase] if axis not in self.requests)
@@ -154,32 +180,46 @@ class Plan:
         return {
             "embedding": "vocab_parallel",
             f"{phase}_attention": self.prefill_attention if phase == "prefill" else self.decode_attention,
+            "moe_dispatch": self.moe_dispatch,
             "all_reduce": self.all_reduce,
             "head": "vocab_parallel",
             "sampling": "vocab_parallel",
         }
 
     def width_of(self, sublayer: SublayerName, phase: Phase) -> tuple[str, ...]:
-        """The axes over which a sublayer's width is split: heads where they leave attention, the FFN, the vocabulary.
+        """The axes over which a sublayer's width is split: heads where they leave attention, an FFN, the vocabulary.
 
         In decode every rank of cp has the same tokens. Attention over cp leaves each with a slice of the heads;
-        under `helix` (arXiv:2507.07120) the FFN is split over cp as well.
+        under `helix` (arXiv:2507.07120) FFNs are split over cp as well. Axes that experts are split over do not split
+        their width.
         """
-        also_over_cp = sublayer == "attention" or (sublayer == "ffn" and self.decode_attention == "helix")
-        return (*self.sequence, *self.width) if phase == "decode" and also_over_cp else self.width
+        of_ffn = sublayer in ("ffn", "moe") and self.decode_attention == "helix"
+        over_cp = phase == "decode" and (sublayer == "attention" or of_ffn)
+        axes = (*self.sequence, *self.width) if over_cp else self.width
+        return tuple(axis for axis in axes if sublayer != "moe" or axis not in self.experts)
 
     def sublayer(self, name: SublayerName, phase: Phase) -> Sublayer:
         """How a sublayer joins the residual stream in `phase`.
 
         Its parts are sums over the axes of its width; of those over which the residual stream is split as well each
-        rank keeps a slice of the tokens.
+        rank keeps a slice of the tokens. An MoE layer has one owner for every token: axes over which tokens are copies
+        and that do not split an expert's width deal them out.
         """
-        residual, tokens, width = self.residual[phase], self.tokens(phase), self.width_of(name, phase)
+        residual, width = self.residual[phase], self.width_of(name, phase)
+        is_moe = name == "moe"
+        axes = self.active(("dp", "ep", "cp", "tp"))
         return Sublayer(
-            gather=tuple(axis for axis in residual if axis not in tokens),
+            gather=tuple(axis for axis in self.row_slices(phase) if axis in width or not is_moe),
             scatter=tuple(axis for axis in width if axis in residual),
             sum=tuple(axis for axis in width if axis not in residual),
+            deal=tuple(axis for axis in axes if axis not in (*residual, *width)) if is_moe else (),
         )
+
+    def routed(self, phase: Phase) -> tuple[str, ...]:
+        """The axes whose ranks may hold different tokens to dispatch to experts."""
+        sublayer = self.sublayer("moe", phase)
+        split = (*self.residual[phase], *sublayer.deal)
+        return self.active(axis for axis in split if axis not in sublayer.gather)
 
     def check_runnable(self) -> None:
         """Refuse, by name, the axes that step programs do not split over yet."""

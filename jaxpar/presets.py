@@ -44,6 +44,11 @@ class Preset:
     experts_over: tuple[str, ...]
     device: DeviceKind
 
+    @property
+    def plan_fields(self) -> dict[str, Any]:
+        """What a plan takes over unless it is asked for something else."""
+        return {"experts_over": self.experts_over, "devices_per_node": self.device.devices_per_node}
+
 
 def preset_names() -> tuple[str, ...]:
     """Names of the bundled presets."""

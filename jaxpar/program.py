@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -22,8 +23,8 @@ from jaxpar.attention.cache import Cache, PagedStore, Plane, cache_shapes, cache
 from jaxpar.attention.planes import planes_of
 from jaxpar.checkpoint.config import ModelConfig
 from jaxpar.collectives import rank_index
-from jaxpar.errors import PlanError
 from jaxpar.layout import owner
+from jaxpar.moe.bind import bound as dispatched
 from jaxpar.nn.context import StepContext
 from jaxpar.nn.decoder import Decoder
 from jaxpar.nn.rope import angles
@@ -54,11 +55,16 @@ class StepBatch(NamedTuple):
 
 
 class StepOutput(NamedTuple):
-    """`token` and `logprob` [B], the same on every rank of a replica; or `logits` [B, T, V padded]."""
+    """`token` and `logprob` [B], the same on every rank of a replica; or `logits` [B, T, V padded].
+
+    `dropped` [ranks that dispatch tokens of their own] counts the rows that the plan's `moe_capacity` had no room for;
+    None where nothing is dropped.
+    """
 
     token: Any
     logprob: Any
     logits: Any
+    dropped: Any
 
 
 StepFunction = Callable[[Weights, Cache, StepBatch], tuple[Cache, StepOutput]]
@@ -71,10 +77,9 @@ class Programs:
         """Declare the model; nothing is compiled before the first step.
 
         Raises:
-            PlanError: an axis or a model that cannot run yet, a strategy that does not exist or that refuses the model.
+            PlanError: an axis that cannot run yet, a strategy that does not exist or that refuses the model.
         """
         plan.check_runnable()
-        _check_layers_exist(config)
         for phase in PHASES:
             # No check depends on lengths: what one token passes, every step does.
             chosen(Step(config, plan, phase, lanes=1, tokens=1, keys=plan.page_size))
@@ -86,6 +91,8 @@ class Programs:
             name: variable for name, (_, variable) in zip(self._paths, nnx.to_flat_state(state), strict=True)
         }
         self.planes = [planes_of(config, plan)] * len(self.model.slots)
+        self.dropped = 0
+        """Rows that the experts' `moe_capacity` had no room for, in all steps so far."""
         # One jitted function for each kind of step; it compiles once for each shape that it meets.
         self.step = lru_cache(maxsize=None)(self._compiled_on_use)
 
@@ -170,13 +177,24 @@ class Programs:
             donate_argnums=1,
         )
 
+    def note(self, output: StepOutput) -> None:
+        """Add up what a step that ran has counted."""
+        if output.dropped is not None:
+            self.dropped += int(np.asarray(output.dropped).sum())
+
+    @property
+    def _drops(self) -> bool:
+        return self.config.moe is not None and bool(self.plan.experts) and self.plan.moe_capacity > 0
+
     def _out_specs(self, phase: Phase, logits: bool) -> tuple[Cache, StepOutput]:
         lanes = P(self.plan.requests or None)
+        # What is dropped is counted rank by rank, and added up on the host.
+        dropped = P(self.plan.routed(phase)) if self._drops else None
         if logits:
             tokens = self.batch_specs(phase).tokens
             all_logits = P(*tokens, self.plan.width or None)
-            return self.cache_specs(), StepOutput(None, None, all_logits)
-        return self.cache_specs(), StepOutput(lanes, lanes, None)
+            return self.cache_specs(), StepOutput(None, None, all_logits, dropped)
+        return self.cache_specs(), StepOutput(lanes, lanes, None, dropped)
 
     def _local_step(
         self, weights: Weights, cache: Cache, batch: StepBatch, phase: Phase, logits: bool, sampled: bool
@@ -199,9 +217,14 @@ class Programs:
         chosen_attention = strategies[f"{phase}_attention"]
         attention = bound(chosen_attention, batch.positions, store.key_positions, plan, phase)
         query_axes = plan.active(chosen_attention.query_axes)
-        step = StepContext(plan, phase, batch.positions, cos, sin, store, attention, query_axes, run["all_reduce"])
+        dispatch = dispatched(strategies["moe_dispatch"], plan) if "moe_dispatch" in strategies else None
+        step = StepContext(
+            plan, phase, batch.positions, cos, sin, store, attention, query_axes, dispatch, run["all_reduce"]
+        )
         x = run["embedding"](batch.tokens.reshape(-1), model.embedding[...], sublayer)
-        x, planes = model(x, cache.planes, step)
+        x, planes, dropped = model(x, cache.planes, step)
+        if dropped is not None:
+            dropped = dropped[None]
         cache = Cache(planes, store.positions_plane)
         if logits:
             x = all_tokens(x, lanes * tokens, sublayer)
@@ -209,16 +232,9 @@ class Programs:
             x = last_tokens(x, batch.last, tokens, sublayer, plan.slices(phase))
         scores = run["head"](x, model.head_weight[...], config.vocab_size, plan.width)
         if logits:
-            return cache, StepOutput(None, None, scores.reshape(lanes, tokens, -1))
+            return cache, StepOutput(None, None, scores.reshape(lanes, tokens, -1), dropped)
         token, logprob = run["sampling"](scores, config.vocab_size, plan.width, batch.options, sampled)
-        return cache, StepOutput(token, logprob, None)
-
-
-def _check_layers_exist(config: ModelConfig) -> None:
-    if config.moe:
-        raise PlanError(
-            f"{config.model_type} has mixtures of experts, which cannot run yet: use llama, mistral, qwen2 or qwen3"
-        )
+        return cache, StepOutput(token, logprob, None, dropped)
 
 
 def _no_keys(planes: list[list[Plane]], plan: Plan, pages: int) -> Cache:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 
 from jaxpar.attention import local
 from jaxpar.attention.decode import a2a, ag_rs, helix, q_replicated
 from jaxpar.attention.prefill import all_gather, auto, ring, ring_q, ulysses, usp
 from jaxpar.collectives import psum
 from jaxpar.errors import PlanError
-from jaxpar.strategies import Step, Strategy
+from jaxpar.moe.dispatch import all_to_all, ragged, standard, two_level
+from jaxpar.moe.dispatch import auto as auto_dispatch
+from jaxpar.moe.dispatch import local as local_experts
+from jaxpar.strategies import Choice, Step, Strategy
 from jaxpar.train import gradients, loss
 from jaxpar.vocabulary import embedding, head, sampling
 
@@ -26,6 +29,11 @@ STRATEGIES: tuple[Strategy, ...] = (
     a2a.STRATEGY,
     q_replicated.STRATEGY,
     helix.STRATEGY,
+    local_experts.STRATEGY,
+    standard.STRATEGY,
+    all_to_all.STRATEGY,
+    ragged.STRATEGY,
+    two_level.STRATEGY,
     psum.STRATEGY,
     head.STRATEGY,
     sampling.STRATEGY,
@@ -33,11 +41,12 @@ STRATEGIES: tuple[Strategy, ...] = (
     gradients.STRATEGY,
 )
 
-AUTO: dict[str, Callable[[Step], str]] = {
+AUTO: dict[str, Callable[[Step], Choice]] = {
     "prefill_attention": auto.resolve,
-    "decode_attention": lambda step: q_replicated.STRATEGY.name,
+    "decode_attention": lambda step: Choice(q_replicated.STRATEGY.name, "queries are projected whole, not gathered"),
+    "moe_dispatch": auto_dispatch.resolve,
 }
-"""For each sublayer that `auto` may choose for: which strategy runs a step."""
+"""For each sublayer that `auto` may choose for: which strategy runs a step, and why."""
 
 
 def find(sublayer: str, name: str) -> Strategy:
@@ -52,18 +61,32 @@ def find(sublayer: str, name: str) -> Strategy:
 def chosen(step: Step) -> dict[str, Strategy]:
     """The strategy that runs each sublayer of a step, in the order of the forward pass.
 
-    Without cp every attention is `local`. PlanError where a strategy refuses the step's shapes.
+    Without cp every attention is `local`, without ranks to split experts over their dispatch is. PlanError where a
+    strategy refuses the step's shapes.
     """
-    picked = {}
-    for sublayer, name in step.plan.strategies(step.phase).items():
-        if not (name == "auto" and sublayer in AUTO):
-            picked[sublayer] = find(sublayer, name)
-        if sublayer in AUTO and step.plan.mesh.cp == 1:
-            picked[sublayer] = find(sublayer, "local")
-        elif name == "auto" and sublayer in AUTO:
-            picked[sublayer] = find(sublayer, AUTO[sublayer](step))
+    names = {sublayer: name if choice is None else choice.name for sublayer, name, choice in _choices(step)}
+    picked = {sublayer: find(sublayer, name) for sublayer, name in names.items()}
     check(picked.values(), step)
     return picked
+
+
+def reasons(step: Step) -> dict[str, Choice]:
+    """What `auto` chose for a step, by sublayer."""
+    return {sublayer: choice for sublayer, _, choice in _choices(step) if choice is not None}
+
+
+def _choices(step: Step) -> Iterator[tuple[str, str, Choice | None]]:
+    """Each sublayer, the name that the plan has for it, and `auto`'s choice where that is left to it."""
+    for sublayer, name in step.plan.strategies(step.phase).items():
+        is_auto = name == "auto" and sublayer in AUTO
+        if not is_auto:
+            find(sublayer, name)
+        if sublayer == "moe_dispatch" and not step.moe_layers:
+            continue
+        if sublayer in AUTO and not (step.plan.experts if sublayer == "moe_dispatch" else step.plan.sequence):
+            yield sublayer, "local", None
+        else:
+            yield sublayer, name, AUTO[sublayer](step) if is_auto else None
 
 
 def check(strategies: Iterable[Strategy], step: Step) -> None:

@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Unpack
 
 import numpy as np
+from numpy.typing import ArrayLike
 
 from jaxpar.assets import model_dir
 from jaxpar.checkpoint import Checkpoint, ModelConfig, open_checkpoint
@@ -49,10 +50,9 @@ def load(
     checkpoint = model if isinstance(model, Checkpoint) else open_checkpoint(model_dir(model))
     reader = checkpoint.require_reader()
     spec, preset = resolve_mesh(mesh)
-    if preset is not None:
-        plan.setdefault("experts_over", preset.experts_over)
     dtype = plan.pop("dtype", None)
-    planned = make_plan(spec, plan if dtype is None else plan | {"dtype": dtype})
+    fields = preset.plan_fields | plan if preset is not None else plan
+    planned = make_plan(spec, fields if dtype is None else fields | {"dtype": dtype})
     planned.check_runnable()
     # Larger pages would hold nothing, and the cache is made of whole ones.
     largest = max(checkpoint.config.max_position_embeddings, Plan.page_size)
@@ -92,6 +92,11 @@ class Runner:
     def plan(self) -> Plan:
         """How it runs."""
         return self.programs.plan
+
+    @property
+    def dropped(self) -> int:
+        """Rows of tokens that the plan's `moe_capacity` has had no room for since the model was loaded."""
+        return self.programs.dropped
 
     def encode(self, prompts: Iterable[Prompt] | str, max_new_tokens: int = 0) -> list[list[int]]:
         """Prompts, each text or token ids -> token ids, checked against the vocabulary and the context.
@@ -139,7 +144,14 @@ class Runner:
         prompts = prompt_list(prompts)
         return collect(self.stream(prompts, **sampling), len(prompts))
 
-    def ledger(self, phase: Phase = "decode", batch: int = 8, seq: int = 1024, sampled: bool = False) -> Ledger:
+    def ledger(
+        self,
+        phase: Phase = "decode",
+        batch: int = 8,
+        seq: int = 1024,
+        sampled: bool = False,
+        loads: ArrayLike | None = None,
+    ) -> Ledger:
         """What one step costs: bytes on every axis, FLOPs and memory of each rank.
 
         Args:
@@ -147,14 +159,16 @@ class Runner:
             batch: requests in all.
             seq: tokens of each request: those that prefill takes, or those cached when a decode step runs.
             sampled: whether tokens are drawn by temperature, top-k and top-p, or greedily.
+            loads: of the experts [MoE layers, experts], for the rounds that a dispatch to them takes; None: even.
 
         Raises:
-            PlanError: an unknown phase, or numbers that no step can have.
+            PlanError: an unknown phase, numbers that no step can have, or loads of another model.
         """
         from jaxpar.ledger.report import make_ledger
 
         batch, seq = _whole("batch", batch), _whole("seq", seq)
-        return make_ledger(self.config, self.plan, phase, batch, seq, mesh=self.programs.mesh, sampled=sampled)
+        mesh = self.programs.mesh
+        return make_ledger(self.config, self.plan, phase, batch, seq, mesh=mesh, sampled=sampled, loads=loads)
 
 
 def _whole(name: str, given: object) -> int:

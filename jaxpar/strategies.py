@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -13,7 +13,9 @@ from jaxpar.attention.planes import planes_of
 from jaxpar.checkpoint.config import ModelConfig
 from jaxpar.heads import HeadLayout, split_heads
 from jaxpar.ledger.traffic import SENT_BYTES, Traffic
-from jaxpar.plan import Phase, Plan
+from jaxpar.moe.slots import slots_per_rank
+from jaxpar.plan import Phase, Plan, SublayerName
+from jaxpar.tables import human_bytes
 
 
 @dataclass(frozen=True)
@@ -66,6 +68,36 @@ class Step:
         values = [plane.heads // self.ranks(plane.split) * plane.size for plane in planes]
         return [self.lanes * self.keys * size * self.itemsize for size in values]
 
+    @property
+    def moe_layers(self) -> int:
+        """Layers that have experts in place of the FFN."""
+        return 0 if self.config.moe is None else sum(self.config.moe.layers)
+
+    @property
+    def choices(self) -> int:
+        """Experts that a token goes to."""
+        return 0 if self.config.moe is None else self.config.moe.router.top_k
+
+    @property
+    def slots_per_rank(self) -> int:
+        """Slots for experts on each rank."""
+        experts = 0 if self.config.moe is None else self.config.moe.num_experts
+        return slots_per_rank(experts, self.ranks(self.plan.experts))
+
+    @property
+    def moe_rows(self) -> int:
+        """Tokens that a rank dispatches, padding included."""
+        sublayer = self.plan.sublayer("moe", self.phase)
+        rows = self.rows if sublayer.gather else -(-self.rows // self.ranks(self.plan.row_slices(self.phase)))
+        return -(-rows // self.ranks(sublayer.deal))
+
+    def width_share(self, sublayer: SublayerName, width: int) -> int:
+        """The columns of a hidden layer of `width` that a rank computes, padding included."""
+        over = self.plan.width_of(sublayer, self.phase)
+        stored = tuple(axis for axis in over if axis in self.plan.width)
+        local = -(-width // self.ranks(stored))
+        return -(-local // (self.ranks(over) // self.ranks(stored)))
+
     def ranks(self, axes: tuple[str, ...]) -> int:
         """The size of the group that `axes` span."""
         return int(np.prod([self.plan.mesh.sizes[axis] for axis in axes], dtype=np.int64))
@@ -105,6 +137,13 @@ def own_share(step: Step, rank: int) -> Share:
     return Share([([rank], [rank])], step.heads.q_local, step.heads.q_local, step.heads.group)
 
 
+class ExpertRows(NamedTuple):
+    """How many rows a rank's experts get, in a step or in an iteration of the loop that `per` names."""
+
+    rows: int
+    per: str = ""
+
+
 @dataclass(frozen=True)
 class Strategy:
     """A registered strategy.
@@ -114,7 +153,8 @@ class Strategy:
 
     Attention has more: `prepare`, run once for all layers, whose result every layer's `run` gets; `query_axes`, over
     which a rank projects only a share of its query heads; and `share`, what each rank of cp attends to, of which the
-    ledger makes its FLOPs and its work.
+    ledger makes its FLOPs and its work. Dispatch to experts has `expert_rows`, what a rank's experts get, and where it
+    runs in loops `rounds`: the iterations of each in a layer, from the share of its load [P] that each rank has.
     """
 
     name: str
@@ -128,8 +168,27 @@ class Strategy:
     prepare: Callable[..., Any] | None = None
     query_axes: tuple[str, ...] = ()
     share: Callable[[Step, int], Share] = own_share
+    expert_rows: Callable[[Step], ExpertRows] | None = None
+    rounds: Callable[[Step, np.ndarray], dict[str, int]] | None = None
 
     @property
     def module(self) -> str:
         """The module that holds it."""
         return self.traffic.__module__
+
+
+class Choice(NamedTuple):
+    """The name of the strategy that `auto` takes for a step, and why."""
+
+    name: str
+    reason: str
+
+
+def least_sent(step: Step, strategies: Sequence[Strategy]) -> Choice:
+    """The one that sends fewest bytes, by its closed form; the first of equals."""
+    sent = {strategy.name: sum(row.sent_bytes for row in strategy.traffic(step)) for strategy in strategies}
+    best = min(sent, key=lambda name: sent[name])
+    others = "".join(f", {name} {human_bytes(count)}" for name, count in sent.items() if name != best)
+    return Choice(
+        best, f"sends {human_bytes(sent[best])} a step{others}" if others else "the only one with the options"
+    )

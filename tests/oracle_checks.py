@@ -22,7 +22,8 @@ def assert_logits(runner: Runner, prompts: Sequence[Sequence[int]], expected: Se
 def assert_tokens(runner: Runner, prompts: Sequence[Sequence[int]], expected: Sequence[Sequence[int]]) -> None:
     """Every rank of every request's replica chooses the expected tokens."""
     chosen = rank_tokens(runner, prompts, len(expected[0]))
-    size = runner.plan.mesh.cp * runner.plan.mesh.tp
+    mesh = runner.plan.mesh
+    replicas, size = mesh.dp * mesh.ep, mesh.cp * mesh.tp
     for request, on_rank in enumerate(chosen):
-        first = request % runner.plan.mesh.dp * size
+        first = request % replicas * size
         assert on_rank == {first + rank: list(expected[request]) for rank in range(size)}

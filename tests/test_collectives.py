@@ -12,6 +12,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from jaxpar.collectives import (
+    Pieces,
     all_gather,
     all_max,
     all_min,
@@ -20,6 +21,7 @@ from jaxpar.collectives import (
     enter,
     leave,
     pick_rows,
+    ragged_all_to_all,
     rank_index,
     scatter_sum,
     shift,
@@ -144,6 +146,43 @@ def test_an_all_to_all_gives_each_rank_its_part_of_every_rank_also_within_groups
     assert dealt[:, ::3].tolist() == [[10 * r + 100 * rank for rank in range(4)] for r in range(4)]
     dealt = on_ranks(lambda x: all_to_all(x, ("tp",), 0, 1, [[0, 1], [2, 3]]), "tp=4", P("tp"))
     assert dealt[::2, ::3].tolist() == [[0, 100], [20, 120], [200, 300], [220, 320]]
+
+
+def a_ragged_exchange(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
+    """Of [4, 3] on four ranks: rank r sends itself and each rank after it one row, which stands there as the r-th."""
+    rank, to = jax.lax.axis_index(axes), jnp.arange(4)
+    pieces = Pieces(
+        starts=to,
+        sizes=(to >= rank).astype(jnp.int32),
+        targets=jnp.full(4, rank),
+        arriving=(to <= rank).astype(jnp.int32),
+    )
+    return ragged_all_to_all(x, pieces, 6, axes)
+
+
+@pytest.mark.parametrize(("mesh", "axes"), [("tp=4", ("tp",)), ("dp=2,tp=2", ("dp", "tp"))])
+def test_a_ragged_all_to_all_puts_pieces_of_any_sizes_where_they_are_wanted_and_zeros_elsewhere(
+    mesh: str, axes: tuple[str, ...]
+) -> None:
+    dealt = on_ranks(lambda x: a_ragged_exchange(x, axes), mesh, P(axes)).reshape(4, 6, 3)
+    for rank in range(4):
+        rows = [100 * source + 10 * rank for source in range(rank + 1)]
+        np.testing.assert_array_equal(dealt[rank, : rank + 1], np.array(rows)[:, None] + np.arange(3))
+        assert not dealt[rank, rank + 1 :].any()
+
+
+@pytest.mark.parametrize("platform", ["tpu", "cuda"])
+def test_a_ragged_all_to_all_is_the_accelerators_own_and_over_several_axes_too(platform: str) -> None:
+    spec = MeshSpec(dp=2, tp=2)
+    axes = ("dp", "tp")
+    program = jax.shard_map(
+        lambda x: a_ragged_exchange(x, axes),
+        mesh=make_mesh(spec, ensure_devices(spec)),
+        in_specs=P(axes),
+        out_specs=P(axes),
+    )
+    lowered = jax.jit(program).trace(jnp.zeros((16, 3))).lower(lowering_platforms=(platform,)).as_text()
+    assert "@ragged_all_to_all" in lowered and "stablehlo.all_to_all" not in lowered
 
 
 def test_an_all_to_all_of_copies_is_refused() -> None:

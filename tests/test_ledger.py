@@ -267,8 +267,10 @@ def test_decode_over_cp_sends_the_same_however_long_the_context_is() -> None:
         assert short.cache_bytes * 2**9 == long.cache_bytes
 
 
-# Qwen3-235B-A22B on tp 4, cp 2, of which one layer's attention is counted: 64 query and 4 KV heads of 128, bfloat16.
-QWEN3_235B = replace(WIDE, hidden_size=4096, num_hidden_layers=1, num_attention_heads=64, head_dim=128, windows=(None,))
+# One layer of Qwen3-235B-A22B on tp 4, cp 2, bfloat16: 64 query and 4 KV heads of 128.
+CARD = read_config(model_dir("qwen3-235b-a22b"))
+assert CARD.moe is not None
+QWEN3_235B = replace(CARD, num_hidden_layers=1, windows=(None,), moe=replace(CARD.moe, layers=(True,)))
 KIB = 2**10
 
 

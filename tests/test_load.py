@@ -278,7 +278,7 @@ def test_any_slice_of_any_blocks_is_that_of_the_whole_weight(built: Any, data: A
     for size in expected.shape:
         start = data.draw(st.integers(0, size - 1))
         bounds.append((start, data.draw(st.integers(start + 1, size))))
-    found = read_slice((source,), tuple(bounds), Arrays(arrays), np.dtype(np.float32), stacked=False)
+    found = read_slice((source,), source.shape, tuple(bounds), Arrays(arrays), np.dtype(np.float32))
     np.testing.assert_array_equal(found, expected[tuple(slice(*bound) for bound in bounds)])
 
 

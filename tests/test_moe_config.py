@@ -9,16 +9,11 @@ from typing import Any
 
 import pytest
 import refusals
-from oracle_data import CANNOT_RUN_YET, ROOT
+from oracle_data import ROOT
 
 from jaxpar.checkpoint import MLAConfig, ModelConfig, MoEConfig, RopeConfig, RouterConfig, read_config
 from jaxpar.checkpoint.config import ClampedSwiGLU, MoETensors
 from jaxpar.checkpoint.safetensors_reader import SafetensorsReader
-from jaxpar.devices import abstract_mesh
-from jaxpar.errors import PlanError
-from jaxpar.mesh import MeshSpec
-from jaxpar.plan import Plan
-from jaxpar.program import Programs
 
 SIZES: dict[str, Any] = {
     "vocab_size": 128,
@@ -402,12 +397,3 @@ def test_configs_as_transformers_writes_them_are_read_whole() -> None:
     assert gpt_oss.moe is not None
     assert gpt_oss.moe.clamped_swiglu == ClampedSwiGLU(alpha=1.702, limit=1.25)
     assert gpt_oss.moe.expert_bias
-
-
-@pytest.mark.parametrize("name", CANNOT_RUN_YET)
-def test_a_model_whose_layers_cannot_run_yet_is_refused_before_anything_is_loaded(name: str) -> None:
-    plan = Plan(mesh=MeshSpec())
-    config = read_config(ROOT / name)
-    refused = refusals.error_of(lambda: Programs(config, plan, abstract_mesh(plan.mesh)), PlanError)
-    assert f"{config.model_type} has" in refused
-    assert "which cannot run yet: use llama, mistral, qwen2 or qwen3" in refused

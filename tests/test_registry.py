@@ -69,9 +69,15 @@ PROGRAMS = [
     pytest.param(mesh, choice, phase, kind, id=f"{mesh}-{choice}-{phase}-{kind}")
     for mesh, choice, phase in every_program(*MESHES, *CP_MESHES)
     for kind in KINDS
-    if (mesh, choice) not in REFUSED
+    # How attention runs is nothing to the head and to sampling, where the residual stream lies is.
+    if (mesh, choice) not in REFUSED and (kind == "greedy" or choice == "default" or "sequence_parallel" in choice)
 ]
-IN_16_BITS = [program for program in PROGRAMS if program.values[0] in ("dp=2,tp=4", "dp=2,cp=2,tp=2")]
+IN_16_BITS = [
+    pytest.param(*program.values, dtype, id=f"{program.id}-{dtype}")
+    for program in PROGRAMS
+    for dtype in ("bfloat16", "float16")
+    if program.values[0] in ("dp=2,tp=4", "dp=2,cp=2,tp=2") and (dtype == "bfloat16" or program.values[1] == "default")
+]
 OF_LATENTS = every_program("tp=3", "cp=3,tp=2", "dp=2,cp=4,tp=2")
 ALONE = [program for program in PROGRAMS if program.values[0] in ("tp=1", "dp=8", "dp=64")]
 
@@ -99,11 +105,14 @@ def predicted(step: Step) -> list[Traffic]:
 
 
 @pytest.mark.parametrize(("mesh", "choice", "phase", "kind"), PROGRAMS)
-def test_predicted_bytes_calls_and_flops_are_the_traced_ones(mesh: str, choice: str, phase: Phase, kind: str) -> None:
+def test_predicted_bytes_calls_and_flops_are_the_traced_ones_and_no_collective_stands_where_ranks_may_part_ways(
+    mesh: str, choice: str, phase: Phase, kind: str
+) -> None:
     step = a_step(mesh, phase, kind, choice)
     assert compare(predicted(step), traced(step)) == []
-    flops = {row.sublayer: row.flops for row in trace_flops(jaxpr(step))}
+    flops = {row.name: row.flops for row in trace_flops(jaxpr(step))}
     assert flops == predict_flops(step)
+    assert uniform_control_violations(jaxpr(step), step.plan.mesh.sizes) == []
 
 
 @pytest.mark.parametrize(("mesh", "choice", "phase"), OF_LATENTS)
@@ -123,8 +132,7 @@ def test_what_travels_of_latent_attention_is_the_latent_and_the_rotated_key_once
     assert [(row.calls, row.message_bytes) for row in hops] == [(2, 2 * 12 * 12 * 4), (2, 2 * 12 * 4 * 4)]
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-@pytest.mark.parametrize(("mesh", "choice", "phase", "kind"), IN_16_BITS)
+@pytest.mark.parametrize(("mesh", "choice", "phase", "kind", "dtype"), IN_16_BITS)
 def test_predicted_bytes_and_calls_are_the_traced_ones_in_every_dtype(
     mesh: str, choice: str, phase: Phase, kind: str, dtype: str
 ) -> None:
@@ -184,12 +192,6 @@ def test_one_device_and_replicas_alone_hold_no_collective_at_all(
     assert count_collectives(jaxpr(a_step(mesh, phase, kind, choice))) == 0
 
 
-@pytest.mark.parametrize(("mesh", "choice", "phase", "kind"), PROGRAMS)
-def test_no_collective_stands_where_ranks_may_part_ways(mesh: str, choice: str, phase: Phase, kind: str) -> None:
-    step = a_step(mesh, phase, kind, choice)
-    assert uniform_control_violations(jaxpr(step), step.plan.mesh.sizes) == []
-
-
 # The table itself
 
 
@@ -207,7 +209,12 @@ def test_a_strategy_is_a_module_with_the_function_its_closed_form_and_its_check(
     assert bool(strategy.axes) == bool(strategy.collectives)
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES, ids=lambda strategy: f"{strategy.sublayer}:{strategy.name}")
+# Dispatch to experts: test_expert_ledger.py.
+@pytest.mark.parametrize(
+    "strategy",
+    [strategy for strategy in STRATEGIES if strategy.sublayer != "moe_dispatch"],
+    ids=lambda strategy: f"{strategy.sublayer}:{strategy.name}",
+)
 def test_a_strategy_sends_by_the_collectives_and_over_the_axes_that_it_names(strategy: Strategy) -> None:
     steps = [
         a_step(mesh, phase, kind, choice) for mesh, choice, phase, kind in (program.values for program in PROGRAMS)

@@ -14,7 +14,7 @@ from jaxpar.checkpoint.hf_config import read_config
 from jaxpar.errors import CheckpointError
 
 REPOSITORY = Path(__file__).parent.parent
-CARDS = ("deepseek-v3", "llama-3-70b", "llama-3.1-8b", "mistral-7b", "qwen2.5-7b")
+CARDS = ("deepseek-v3", "llama-3-70b", "llama-3.1-8b", "mistral-7b", "qwen2.5-7b", "qwen3-235b-a22b")
 
 
 def find_python(*folders: Path) -> subprocess.CompletedProcess[str]:
@@ -113,6 +113,16 @@ def test_a_card_has_the_shapes_of_its_model(name: str, parameters: int):
     layer = attention + 3 * hidden * card.intermediate_size + 2 * hidden
     assert not card.tie_word_embeddings
     assert 2 * card.vocab_size * hidden + card.num_hidden_layers * layer + hidden == parameters
+
+
+def test_the_card_of_qwen3_235b_has_235_g_parameters():
+    card = read_config(model_dir("qwen3-235b-a22b"))
+    assert card.moe is not None and all(card.moe.layers)
+    hidden, head_dim = card.hidden_size, card.head_dim
+    attention = 2 * hidden * head_dim * (card.num_attention_heads + card.num_key_value_heads) + 2 * head_dim
+    experts = card.moe.num_experts * (3 * hidden * card.moe.intermediate_size + hidden)
+    layers = card.num_hidden_layers * (attention + experts + 2 * hidden)
+    assert 2 * card.vocab_size * hidden + layers + hidden == 235_093_634_560
 
 
 def test_the_card_of_deepseek_v3_has_671_g_parameters():

@@ -124,12 +124,13 @@ def test_collectives_that_return_to_a_replicated_type_are_counted_like_the_other
     assert (row.collective, row.message_bytes, row.sent_bytes) == ("all_gather", 12, 36)
 
 
-def test_a_ragged_all_to_all_sends_its_first_operand_at_most() -> None:
+@pytest.mark.parametrize("sizes", [(4, 16), (16, 4)])
+def test_a_ragged_all_to_all_sends_at_most_the_smaller_of_its_operand_and_its_result(sizes: tuple[int, int]) -> None:
     def body(x: jax.Array, output: jax.Array) -> jax.Array:
         one = jnp.ones((4,), jnp.int32)
         return lax.ragged_all_to_all(x, output, one, one, one, one, axis_name="tp")
 
-    assert rows(body, (4,), (16,), check_vma=False) == [
+    assert rows(body, sizes[:1], sizes[1:], check_vma=False) == [
         Traffic("unscoped", "unscoped", "ragged_all_to_all", ("tp",), 1, 16, 16)
     ]
 
@@ -252,6 +253,29 @@ def test_of_a_cond_the_branch_that_sends_most_counts() -> None:
         return lax.cond(jnp.sum(x) > 0, small, large, x)
 
     assert [(row.collective, row.calls, row.sent_bytes) for row in rows(body, (4,))] == [("ppermute", 2, 32)]
+
+
+@pytest.mark.parametrize("branches", [("cpu", "default"), ("tpu", "cuda", "default"), ("default", "cpu")], ids=str)
+def test_of_branches_for_platforms_that_of_accelerators_counts_though_the_cpu_s_sends_more(
+    branches: tuple[str, ...],
+) -> None:
+    def little(x: jax.Array) -> jax.Array:
+        return lax.ppermute(x, "tp", [(0, 1)])
+
+    def much(x: jax.Array) -> jax.Array:
+        return lax.all_gather(lax.ppermute(x, "tp", [(0, 1)]), "tp").sum(axis=0)
+
+    of_cpu = "cpu" if "cpu" in branches else "default"
+
+    def body(x: jax.Array) -> jax.Array:
+        return lax.platform_dependent(x, **{name: much if name == of_cpu else little for name in branches})
+
+    assert [row.collective for row in rows(body, (4,))] == ["ppermute"]
+
+
+def test_a_branch_for_the_cpu_alone_counts_where_there_is_no_other() -> None:
+    (row,) = rows(lambda x: lax.platform_dependent(x, cpu=lambda x: lax.ppermute(x, "tp", [(0, 1)])), (4,))
+    assert row.collective == "ppermute"
 
 
 # Scopes

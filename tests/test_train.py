@@ -14,7 +14,7 @@ import numpy as np
 import optax
 import pytest
 from jax.sharding import PartitionSpec as P
-from oracle_data import load_oracle
+from oracle_data import ROOT, load_oracle
 from uniform import uniform_control_violations
 
 from jaxpar.checkpoint.config import ModelConfig, RopeConfig
@@ -300,6 +300,12 @@ def test_one_device_sends_nothing() -> None:
     [
         (Plan(mesh=MeshSpec(tp=8)), TIED, "tp=8 stores copies of the 4 KV heads.* tp up to 4"),
         (Plan(mesh=MeshSpec(dp=3)), TIED, "batch=4 does not split over dp=3"),
+        (Plan(mesh=MeshSpec(ep=2)), TIED, "^ep=2: training has no experts to split"),
+        (
+            Plan(),
+            dataclasses.replace(TIED, moe=read_config(ROOT / "mixtral").moe),
+            "has mixtures of experts: training is for dense",
+        ),
         (Plan(mesh=MeshSpec(cp=2)), TIED, "^cp=2: training keeps sequences whole"),
         (Plan(mesh=MeshSpec(tp=2), sequence_parallel=True), TIED, "^sequence_parallel: training keeps sequences whole"),
         (Plan(dtype="bfloat16"), TIED, "dtype=bfloat16.* float32"),

@@ -15,7 +15,7 @@ from jax.sharding import Mesh, NamedSharding
 
 from jaxpar.checkpoint.reader import TensorReader
 from jaxpar.errors import CheckpointError
-from jaxpar.nn.weights import ZEROS, Source, Weight
+from jaxpar.nn.weights import ZEROS, Entry, Source, Weight
 
 _ALIGNMENT = 64
 """Bytes: XLA's alignment of arrays on a CPU."""
@@ -47,7 +47,7 @@ def load_weights(weights: Mapping[str, Weight], reader: TensorReader, mesh: Mesh
 
 def check_source(source: Source, reader: TensorReader) -> None:
     """Refuse a source whose tensors are not in the checkpoint with the shape that the configuration implies."""
-    for tensor, shape in zip(source.tensors, source.shapes, strict=True):
+    for tensor, shape in source.stored.items():
         info = reader.info(tensor)
         if info.shape != shape:
             raise CheckpointError(
@@ -65,22 +65,24 @@ def _load(weight: Weight, reader: TensorReader, mesh: Mesh) -> jax.Array:
         holders.setdefault(bounds, []).append(device)
     shards = []
     for bounds, devices in holders.items():
-        local = read_slice(weight.sources, bounds, reader, dtype, stacked=len(shape) > len(weight.sources[0].shape))
+        local = read_slice(weight.sources, shape, bounds, reader, dtype)
         # Transfers run in the background: without waiting, the slices before this one would still be in host memory.
         shards += jax.block_until_ready([jax.device_put(local, device) for device in devices])
     return jax.make_array_from_single_device_arrays(shape, sharding, shards)
 
 
 def read_slice(
-    sources: tuple[Source, ...], bounds: Slices, reader: TensorReader, dtype: np.dtype, stacked: bool
+    sources: tuple[Source, ...], shape: tuple[int, ...], bounds: Slices, reader: TensorReader, dtype: np.dtype
 ) -> np.ndarray:
-    """Values of one slice of a weight; `stacked` weights have a leading dimension of one source a stage."""
+    """Values of the slice `bounds` of a weight of `shape`; before a source's own dimensions come stages and slots."""
     out = _aligned_zeros([stop - start for start, stop in bounds], dtype)
-    if not stacked:
-        _fill(out, sources[0], bounds, reader)
-        return out
-    for row, stage in enumerate(range(*bounds[0])):
-        _fill(out[row], sources[stage], bounds[1:], reader)
+    outer = len(shape) - len(sources[0].shape)
+    starts = [start for start, _ in bounds[:outer]]
+    for place in np.ndindex(*out.shape[:outer]):
+        index = 0
+        for size, start, at in zip(shape, starts, place, strict=False):
+            index = index * size + start + at
+        _fill(out[place], sources[index], bounds[outer:], reader)
     return out
 
 
@@ -94,12 +96,24 @@ def _aligned_zeros(shape: Sequence[int], dtype: np.dtype) -> np.ndarray:
 
 def _fill(out: np.ndarray, source: Source, bounds: Slices, reader: TensorReader) -> None:
     for piece in pieces(source, *bounds[source.dim]):
-        file_index = [slice(*bound) for bound in bounds]
-        file_index[source.dim] = slice(piece.start, piece.start + piece.size)
+        index = [slice(*bound) for bound in bounds]
+        index[source.dim] = slice(piece.start, piece.start + piece.size)
         here = tuple(
             slice(piece.at, piece.at + piece.size) if dim == source.dim else slice(None) for dim in range(out.ndim)
         )
-        out[here] = reader.read(source.tensors[piece.tensor], tuple(file_index))
+        name = source.tensors[piece.tensor]
+        if source.entries:
+            out[here] = _read_entry(source.entries[piece.tensor], name, index, reader)
+        else:
+            out[here] = reader.read(name, tuple(index))
+
+
+def _read_entry(entry: Entry, name: str, index: list[slice], reader: TensorReader) -> np.ndarray:
+    *columns, rows = reversed(index)
+    if entry.turn is not None:
+        rows = slice(2 * rows.start, 2 * rows.stop)
+    values = reader.read(name, (slice(entry.index, entry.index + 1), *columns, rows))[0]
+    return values[..., slice(entry.turn, None, None if entry.turn is None else 2)].T
 
 
 def pieces(source: Source, start: int, stop: int) -> Iterator[Piece]:

@@ -60,14 +60,14 @@ def collect_tensors(weights: Mapping[str, Weight], arrays: Mapping[str, jax.Arra
     tensors: dict[str, np.ndarray] = {}
     for name, weight in weights.items():
         values = np.asarray(arrays[name])
-        stacked = values.ndim > len(weight.sources[0].shape)
-        for stage, source in enumerate(weight.sources):
-            _split(values[stage] if stacked else values, source, tensors)
+        by_source = values.reshape(len(weight.sources), *weight.sources[0].shape)
+        for value, source in zip(by_source, weight.sources, strict=True):
+            _split(value, source, tensors)
     return tensors
 
 
 def _split(values: np.ndarray, source: Source, tensors: dict[str, np.ndarray]) -> None:
-    for name, shape in zip(source.tensors, source.shapes, strict=True):
+    for name, shape in source.stored.items():
         tensors[name] = np.empty(shape, values.dtype)
     before = (slice(None),) * source.dim
     for piece in pieces(source, 0, values.shape[source.dim]):

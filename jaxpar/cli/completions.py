@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from jaxpar.checkpoint import Tokenizer
     from jaxpar.engine.prompts import Prompt
     from jaxpar.engine.requests import Completion, Token
+    from jaxpar.runner import Runner
 
 
 class Timer:
@@ -84,6 +85,14 @@ def completion_json(prompt: Prompt, completion: Completion) -> dict[str, Any]:
         "logprobs": completion.logprobs,
         "finish_reason": completion.finish_reason,
     }
+
+
+def dropped_rows(runner: Runner) -> str:
+    """What the plan's capacity took from the answer; "" if nothing."""
+    if not runner.dropped:
+        return ""
+    rows = f"{runner.dropped} row{'s' * (runner.dropped > 1)}"
+    return f"moe_capacity={runner.plan.moe_capacity:g} dropped {rows} on the way to experts: 0 drops nothing"
 
 
 def _print_prompt(prompt: Prompt, chat: bool) -> None:

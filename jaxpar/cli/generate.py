@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from jaxpar.cli.completions import Timer, completion_json, echo, print_completions, token_table
+from jaxpar.cli.completions import Timer, completion_json, dropped_rows, echo, print_completions, token_table
 from jaxpar.cli.options import (
     Dtype,
     Json,
@@ -99,12 +99,15 @@ def generate(
     if json:
         document: dict[str, Any] = {"model": model, "mesh": spec.sizes, "dtype": runner.plan.dtype}
         document["completions"] = [completion_json(*pair) for pair in zip(prompts, completions, strict=True)]
+        document["dropped_rows"] = runner.dropped
         print_json(document | ({"profile": summary.to_json()} if summary else {}))
     elif logprobs:
         for pair in zip(prompts, completions, strict=True):
             OUT.print(token_table(*pair, checkpoint.tokenizer))
     elif not streamed:
         print_completions(prompts, completions, checkpoint.tokenizer, chat)
+    if runner.dropped:
+        ERR.out(dropped_rows(runner), highlight=False)
     if summary and not json:
         ERR.print(render(summary))
     if ERR.is_terminal:

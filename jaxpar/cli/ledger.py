@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -22,6 +23,12 @@ def ledger(
     context: Annotated[int, typer.Option(help="Tokens of each request: prefilled, or cached when decoding.")] = 1024,
     dtype: Annotated[str | None, typer.Option(help="float32, bfloat16 or float16; default: the model's own.")] = None,
     sampled: Annotated[bool, typer.Option(help="Count drawing by temperature, top-k and top-p.")] = False,
+    loads: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE", help="Loads of the experts, a JSON list for each layer that has any; default: even."
+        ),
+    ] = None,
     compile_: Annotated[
         bool, typer.Option("--compile/--no-compile", help="Ask the compiler for temporaries and collectives.")
     ] = True,
@@ -39,6 +46,8 @@ def ledger(
     from jaxpar.devices import ensure_devices, make_mesh
     from jaxpar.ledger.render import render
     from jaxpar.ledger.report import make_ledger, make_steps
+    from jaxpar.ledger.rounds import loads_of
+    from jaxpar.moe.loads import read_loads
     from jaxpar.presets import resolve_mesh
     from jaxpar.registry import chosen
     from jaxpar.runner import make_plan
@@ -46,13 +55,14 @@ def ledger(
     config = open_checkpoint(model_dir(model)).config
     spec, preset = resolve_mesh(mesh)
     fields = plan | {"dtype": dtype or config.dtype}
-    planned = make_plan(spec, fields | ({"experts_over": preset.experts_over} if preset else {}))
+    planned = make_plan(spec, (preset.plan_fields if preset else {}) | fields)
     planned.check_runnable()
+    counts = loads_of(config, None if loads is None else read_loads(loads))
     for step in make_steps(config, planned, phase, batch, context):  # type: ignore[arg-type]  # it checks the phase
         chosen(step)
     devices = make_mesh(spec, ensure_devices(spec, platform)) if compile_ else None
     with progress(f"{'Compiling' if compile_ else 'Tracing'} for {spec}"):
-        counted = make_ledger(config, planned, phase, batch, context, devices, sampled)  # type: ignore[arg-type]
+        counted = make_ledger(config, planned, phase, batch, context, devices, sampled, counts)  # type: ignore[arg-type]
     if json:
         print_json(counted.to_json())
     else:

@@ -13,6 +13,11 @@ import typer
 from jaxpar.plan import Plan
 
 _HELP: dict[str, str] = {
+    "experts_over": "Axes over which experts are split: ep, or dp,tp; default: the preset's, or ep.",
+    "moe_dispatch": "auto, standard, all_to_all, ragged or two_level, to experts on other ranks.",
+    "moe_deduplicate": "Send a token once to each rank that has experts of it.",
+    "moe_capacity": "Drop what exceeds so many times an even share; 0: nothing.",
+    "devices_per_node": "Ranks that fast links join; default: the preset's.",
     "layout": "How cp splits a prompt: striped, zigzag or contiguous.",
     "cp_interleave": "Positions that follow one another on a rank of cp.",
     "prefill_attention": "auto, ring, ring_q, all_gather, ulysses or usp, over cp.",
@@ -25,10 +30,13 @@ _HELP: dict[str, str] = {
 }
 """Help for each field that is an option of all of them; the mesh, the dtype and what has one value so far are none."""
 
+_OF_PRESETS = {"experts_over": str, "devices_per_node": int}
+"""Fields that a mesh preset may say, with the type of their options: left out of the plan unless they are given."""
+
 
 def takes_plan(command: Callable[..., None]) -> Callable[..., None]:
     """Give `command` the options of the plan, which it takes as a dictionary `plan`, where that parameter stands."""
-    defaults = {field.name: field.default for field in fields(Plan)}
+    defaults = {field.name: None if field.name in _OF_PRESETS else field.default for field in fields(Plan)}
     signature = inspect.signature(command, eval_str=True)
     parameters: list[inspect.Parameter] = []
     for parameter in signature.parameters.values():
@@ -38,13 +46,14 @@ def takes_plan(command: Callable[..., None]) -> Callable[..., None]:
         for name, text in _HELP.items():
             default = defaults[name]
             flags = [f"--{name.replace('_', '-')}"] if isinstance(default, bool) else []
-            kind = Annotated[type(default), typer.Option(*flags, help=text)]  # type: ignore[valid-type]
+            of = _OF_PRESETS[name] | None if name in _OF_PRESETS else type(default)
+            kind = Annotated[of, typer.Option(*flags, help=text)]  # type: ignore[valid-type]
             parameters.append(inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=kind))
 
     @functools.wraps(command)
     def with_options(**given: Any) -> None:
         plan = {name: given.pop(name) for name in _HELP}
-        command(**given, plan=plan)
+        command(**given, plan={name: value for name, value in plan.items() if value is not None})
 
     ordered = [parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY) for parameter in parameters]
     with_options.__signature__ = signature.replace(parameters=ordered)  # type: ignore[attr-defined]

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Group
 
+from jaxpar.cli.completions import dropped_rows
 from jaxpar.cli.options import (
     Dtype,
     Json,
@@ -84,7 +85,7 @@ def verify(
         verification = compare(runner, single, ids, max_new_tokens, tolerance, status.say)
     if json:
         document = {"model": model, "mesh": spec.sizes, "dtype": runner.plan.dtype, "prompts": ids}
-        print_json(document | verification_json(verification))
+        print_json(document | {"dropped_rows": runner.dropped} | verification_json(verification))
     else:
         OUT.print(render(verification, runner, ids), markup=False)
     raise typer.Exit(0 if verification.passed else 1)
@@ -131,5 +132,5 @@ def verdict(verification: Verification, runner: Runner) -> str:
         + f"; logits differ by at most {verification.max_difference:.2e} "
         f"(tolerance {verification.tolerance:g}{remedy}), "
         f"{sum(result.wrong_tokens for result in verification.results)} wrong tokens, {ties} ties, "
-        f"smallest margin {verification.margin:.2e}"
+        f"smallest margin {verification.margin:.2e}" + (f"; {lost}" if (lost := dropped_rows(runner)) else "")
     )

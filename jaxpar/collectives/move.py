@@ -5,17 +5,24 @@
                                          shift:      d  a  b  c
     has        a0.. b0.. c0.. d0..       all_to_all: rank r has ar br cr dr
 
-`groups` restricts one of them to subgroups of the ranks of a single axis: lists of equally many ranks.
+`ragged_all_to_all` moves pieces of any sizes, which it puts where their receivers want them:
+
+    rank 0 has  a a a | b         sizes 3 1    rank 0: a a a c . .
+    rank 1 has  c | d d d d       sizes 1 4    rank 1: b d d d d .
+
+`groups` restricts one of the others to subgroups of the ranks of a single axis: lists of equally many ranks.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 
-from jaxpar.collectives.types import require_varying
+from jaxpar.collectives.types import match_varying, require_varying
 
 Groups = Sequence[Sequence[int]] | None
 
@@ -42,6 +49,41 @@ def all_to_all(x: jax.Array, axes: tuple[str, ...], split: int, concat: int, gro
         return x
     require_varying("all_to_all", x, axes)
     return lax.all_to_all(x, axes, split, concat, axis_index_groups=groups, tiled=True)
+
+
+class Pieces(NamedTuple):
+    """What a ragged all-to-all of P ranks moves, [P] int32 each.
+
+    `starts` and `sizes`, in rows: of the piece for each rank. `targets`: where that rank puts it. `arriving`: rows that
+    come from each rank.
+    """
+
+    starts: jax.Array
+    sizes: jax.Array
+    targets: jax.Array
+    arriving: jax.Array
+
+
+def ragged_all_to_all(x: jax.Array, pieces: Pieces, rows: int, axes: tuple[str, ...]) -> jax.Array:
+    """The pieces of `x` [N, ...] for each rank of `axes` -> [rows, ...] of what comes, 0 where nothing does.
+
+    XLA:CPU has no such collective: there every piece is filled up to the largest that there may be.
+    """
+    require_varying("ragged_all_to_all", x, axes)
+    empty = match_varying(jnp.zeros((rows, *x.shape[1:]), x.dtype), x, *pieces)
+
+    def native(x: jax.Array, empty: jax.Array, pieces: Pieces) -> jax.Array:
+        return lax.ragged_all_to_all(x, empty, *pieces, axis_name=axes)
+
+    def filled_up(x: jax.Array, empty: jax.Array, pieces: Pieces) -> jax.Array:
+        row = jnp.arange(min(len(x), rows))[None, :]
+        sent = x[jnp.minimum(pieces.starts[:, None] + row, len(x) - 1)]
+        first = lax.all_to_all(pieces.targets, axes, 0, 0, tiled=True)[:, None]
+        place = jnp.where(row < pieces.arriving[:, None], first + row, rows)
+        return empty.at[place].set(lax.all_to_all(sent, axes, 0, 0, tiled=True), mode="drop")
+
+    moved: jax.Array = lax.platform_dependent(x, empty, pieces, cpu=filled_up, default=native)
+    return moved
 
 
 def shift(x: jax.Array, axes: tuple[str, ...], groups: Groups = None) -> jax.Array:

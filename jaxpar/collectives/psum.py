@@ -11,6 +11,7 @@ from __future__ import annotations
 from jaxpar.collectives.exchange import enter_traffic, leave_traffic
 from jaxpar.collectives.reduce import all_sum
 from jaxpar.ledger.traffic import Traffic
+from jaxpar.plan import SublayerName
 from jaxpar.strategies import Step, Strategy
 
 
@@ -18,12 +19,20 @@ def traffic(step: Step) -> list[Traffic]:
     """Two all-reduces of the residual's [T, D] a layer; ring: each rank sends 2(P-1)/P of it.
 
     Where the residual stream is split over tp, each is an all-gather before and a reduce-scatter after: the same bytes.
+    An MoE layer that deals its tokens out gathers the slices.
     """
-    rows, layers = [], step.config.num_hidden_layers
-    for name in ("attention", "ffn"):
+    rows: list[Traffic] = []
+    layers, with_experts = step.config.num_hidden_layers, step.moe_layers
+    sublayers: list[tuple[SublayerName, int, int]] = [
+        ("attention", layers, step.rows),
+        ("ffn", layers - with_experts, step.rows),
+        ("moe", with_experts, step.moe_rows),
+    ]
+    for name, calls, count in sublayers:
         sublayer = step.plan.sublayer(name, step.phase)
-        rows += enter_traffic(step, (name, "psum"), sublayer.gather, layers)
-        rows += leave_traffic(step, (name, "psum"), sublayer, layers)
+        if calls:
+            rows += enter_traffic(step, (name, "psum"), sublayer, calls)
+            rows += leave_traffic(step, (name, "psum"), sublayer, count, calls)
     return rows
 
 

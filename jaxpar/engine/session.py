@@ -110,6 +110,7 @@ class Session:
         sampled = self._params.temperature > 0
         program = self._programs.step(phase, logits, sampled and not logits)
         self._cache, output = program(self._weights, self._cache, batch)
+        self._programs.note(output)
         return output
 
     def _table(self) -> np.ndarray:

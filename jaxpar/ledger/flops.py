@@ -24,6 +24,22 @@ class Flops:
     flops: int
     per: str = ""
 
+    @property
+    def name(self) -> str:
+        """What a table of FLOPs calls them."""
+        return per_iteration(self.sublayer, self.per)
+
+
+def per_iteration(sublayer: str, per: str) -> str:
+    """The name of a sublayer's FLOPs, in an iteration of the loop `per` if that is not empty."""
+    return f"{sublayer} per {per}" if per else sublayer
+
+
+def without_iterations(name: str) -> tuple[str, str]:
+    """The sublayer and the loops of which `per_iteration` made a name."""
+    sublayer, _, per = name.partition(" per ")
+    return sublayer, per
+
 
 def trace_flops(jaxpr: Jaxpr | ClosedJaxpr) -> list[Flops]:
     """FLOPs of a program, as `jax.make_jaxpr` gives it, by sublayer; "unscoped" outside every scope.

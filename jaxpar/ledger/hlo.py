@@ -113,14 +113,20 @@ def _collective(
         collective = "reduce_scatter"
     groups = parse_groups(instruction.attributes, math.prod(mesh_shape.values()))
     axes = axes_of_pairs(groups, mesh_shape) if collective == "ppermute" else axes_of_groups(groups, mesh_shape)
-    # The other operands of a ragged all-to-all are where its result is written and where its pieces begin.
-    operands = instruction.operands[:1] if collective == "ragged_all_to_all" else instruction.operands
+
+    def size(operand: str) -> int:
+        return array_bytes(computation.instructions[operand].shape)
+
+    # The first operand of a ragged all-to-all is what a rank sends at most, the second what it gets at most, and the
+    # others say where its pieces are.
+    is_ragged = collective == "ragged_all_to_all"
+    operands = [min(instruction.operands[:2], key=size)] if is_ragged else instruction.operands
     sublayer, strategy = scope_of(instruction.op_name)
     return HloCollective(
         collective,
         axes,
         groups,
-        sum(array_bytes(computation.instructions[operand].shape) for operand in operands),
+        sum(map(size, operands)),
         context.calls,
         context.per,
         sublayer,

@@ -11,7 +11,8 @@ from jax.sharding import PartitionSpec as P
 
 from jaxpar.attention.latent import absorbed_flops, expand_flops
 from jaxpar.attention.tiles import attend_flops
-from jaxpar.checkpoint.config import ModelConfig
+from jaxpar.checkpoint.config import ModelConfig, MoEConfig
+from jaxpar.ledger.flops import per_iteration
 from jaxpar.ledger.traffic import Traffic, merge
 from jaxpar.nn.linear import product_rows
 from jaxpar.registry import chosen
@@ -35,14 +36,13 @@ def predict_flops(step: Step) -> dict[str, int]:
     queries = step.heads_over_cp if plan.active(attention.query_axes) else heads.q_local
     outputs = step.heads_over_cp if step.phase == "decode" else heads.q_local
     projections = 2 * rows * _projected(config, queries, outputs, heads.kv_local)
-    share = step.ranks(plan.width_of("ffn", step.phase)) // step.ranks(plan.width)
-    width = -(-config.intermediate_size // plan.mesh.tp)
-    ffn = 2 * rows * hidden * 3 * -(-width // share)
     tokens = product_rows(step.rows if step.logits else step.lanes, step.itemsize)
+    ffn = _gated_ffn(rows, hidden, step.width_share("ffn", config.intermediate_size))
     return {
         "attention": config.num_hidden_layers * projections,
         attention.sublayer: config.num_hidden_layers * _attended(step, attention),
-        "ffn": config.num_hidden_layers * ffn,
+        **({"ffn": dense * ffn} if (dense := config.num_hidden_layers - step.moe_layers) else {}),
+        **(_moe(step, config.moe) if config.moe is not None else {}),
         "head": 2 * tokens * hidden * -(-config.vocab_size // plan.mesh.tp),
     }
 
@@ -55,6 +55,24 @@ def _projected(config: ModelConfig, queries: int, outputs: int, kv_heads: int) -
         return out + hidden * config.head_dim * (queries + 2 * kv_heads)
     latents = hidden * ((mla.q_lora_rank or 0) + mla.kv_lora_rank + mla.qk_rope_head_dim)
     return out + latents + (mla.q_lora_rank or hidden) * config.head_dim * queries
+
+
+def _gated_ffn(rows: int, hidden: int, width: int) -> int:
+    return 2 * rows * hidden * 3 * width
+
+
+def _moe(step: Step, moe: MoEConfig) -> dict[str, int]:
+    """FLOPs of the routers and shared experts, and of the experts in a rank's slots for all rows that may come."""
+    hidden, rows = step.config.hidden_size, step.moe_rows
+    shared = step.width_share("moe", moe.shared_intermediate_size)
+    of_all = 2 * rows * hidden * moe.num_experts
+    if moe.shared_intermediate_size:
+        of_all += _gated_ffn(product_rows(rows, step.itemsize), hidden, shared)
+    dispatch = chosen(step)["moe_dispatch"]
+    assert dispatch.expert_rows is not None
+    of_experts = dispatch.expert_rows(step)
+    experts = _gated_ffn(of_experts.rows, hidden, step.width_share("moe", moe.intermediate_size))
+    return {"moe": step.moe_layers * of_all, per_iteration("experts", of_experts.per): step.moe_layers * experts}
 
 
 def _attended(step: Step, attention: Strategy) -> int:

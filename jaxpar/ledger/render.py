@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 from rich.console import Group, RenderableType
 from rich.text import Text
 
 from jaxpar.ledger.report import Ledger
+from jaxpar.ledger.rounds import in_words
 from jaxpar.presets import Preset
 from jaxpar.tables import counted, human_bytes, table
 
 
 def render(ledger: Ledger, preset: Preset | None = None) -> Group:
     """Traffic, FLOPs and memory of one rank; `preset` adds what its device offers."""
-    parts: list[RenderableType] = [Text(_headline(ledger)), "", _steps(ledger), "", _traffic(ledger), ""]
-    parts += [_flops(ledger), "", *_work(ledger), _memory(ledger, preset), "", *_latents(ledger)]
-    parts.append(Text(_verdict(ledger)))
+    parts: list[RenderableType] = [Text(_headline(ledger)), "", _steps(ledger), "", *_auto(ledger)]
+    parts += [_traffic(ledger), "", _flops(ledger), "", *_work(ledger), _memory(ledger, preset), ""]
+    parts += [*_latents(ledger), Text(_verdict(ledger))]
     return Group(*parts)
 
 
@@ -34,8 +37,8 @@ def _steps(ledger: Ledger) -> RenderableType:
             part.step.lanes,
             part.step.tokens,
             part.step.keys,
-            human_bytes(sum(row.sent_bytes for row in part.traffic)),
-            f"{sum(part.flops.values()):.4g}",
+            human_bytes(sum(row.sent_bytes for row in part.all_traffic)),
+            f"{sum(part.all_flops.values()):.4g}",
         )
         for part in ledger.steps
     ]
@@ -44,11 +47,19 @@ def _steps(ledger: Ledger) -> RenderableType:
     )
 
 
+def _auto(ledger: Ledger) -> list[RenderableType]:
+    steps: Counter[tuple[str, str, str]] = Counter()
+    for part in ledger.steps:
+        steps.update({(sublayer, *choice): part.count for sublayer, choice in part.auto.items()})
+    rows = [(count, *chosen) for chosen, count in steps.items()]
+    return [table("Chosen by auto", ("steps", "sublayer", "strategy", "why"), rows, left=4), ""] if rows else []
+
+
 def _traffic(ledger: Ledger) -> RenderableType:
     rows = [
         (
             f"{row.sublayer}: {row.strategy}",
-            row.collective + (f" per {row.per}" if row.per else ""),
+            row.collective + in_words(row.per, ledger.rounds),
             ",".join(row.axes),
             row.calls,
             human_bytes(row.message_bytes),

@@ -8,7 +8,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import AbstractMesh, Mesh
+from numpy.typing import ArrayLike
 
 from jaxpar.attention.planes import values_a_token
 from jaxpar.checkpoint.config import ModelConfig
@@ -28,12 +30,14 @@ from jaxpar.ledger.flops import trace_flops
 from jaxpar.ledger.hlo import parse_collectives
 from jaxpar.ledger.latents import Latents
 from jaxpar.ledger.predict import local_bytes, predict_flops, predict_traffic
+from jaxpar.ledger.rounds import Rounds, all_flops, all_rounds, count_rounds, loads_of
 from jaxpar.ledger.trace import trace_traffic
 from jaxpar.ledger.traffic import Traffic, compare, merge, times
 from jaxpar.ledger.work import Work, prefill_work
 from jaxpar.plan import PHASES, Phase, Plan
 from jaxpar.program import Programs
-from jaxpar.strategies import Step
+from jaxpar.registry import reasons
+from jaxpar.strategies import Choice, Step
 
 
 @dataclass(frozen=True)
@@ -49,8 +53,9 @@ class Compiled:
 class StepLedger:
     """What one step costs on each rank, and how often it runs (`count`).
 
-    `traffic` and `flops` are the closed forms, `traced` and `traced_flops` those of the jaxpr, `differences` one line
-    for each figure on which they differ (none, if all is well).
+    `traffic` and `flops` are the closed forms, `traced` and `traced_flops` those of the jaxpr, per iteration of loops
+    that run until nothing is left; `differences` one line for each figure on which they differ (none, if all is well).
+    `rounds` are the iterations of those loops, and `auto` what it chose.
     """
 
     step: Step
@@ -60,6 +65,18 @@ class StepLedger:
     flops: dict[str, int]
     traced_flops: dict[str, int]
     differences: list[str]
+    rounds: Rounds
+    auto: dict[str, Choice]
+
+    @property
+    def all_traffic(self) -> list[Traffic]:
+        """The closed forms with every iteration in them."""
+        return [all_rounds(row, self.rounds) for row in self.traffic]
+
+    @property
+    def all_flops(self) -> dict[str, int]:
+        """The closed forms with every iteration in them."""
+        return all_flops(self.flops, self.rounds)
 
 
 @dataclass(frozen=True)
@@ -89,16 +106,22 @@ class Ledger:
 
     @property
     def traffic(self) -> list[Traffic]:
-        """All steps together, by closed form."""
-        return merge(times(row, part.count) for part in self.steps for row in part.traffic)
+        """All steps and iterations together, by closed form; `per` names the loops that the iterations are of."""
+        return merge(times(row, part.count) for part in self.steps for row in part.all_traffic)
 
     @property
     def flops(self) -> dict[str, int]:
-        """All steps together, by sublayer and closed form."""
+        """All steps and iterations together, by sublayer and closed form."""
         total: Counter[str] = Counter()
         for part in self.steps:
-            total.update({name: part.count * flops for name, flops in part.flops.items()})
+            total.update({name: part.count * flops for name, flops in part.all_flops.items()})
         return dict(total)
+
+    @property
+    def rounds(self) -> Rounds:
+        """Iterations of each loop, in every MoE layer of every step."""
+        symbols = dict.fromkeys(symbol for part in self.steps for symbol in part.rounds)
+        return {symbol: [n for part in self.steps for n in part.rounds.get(symbol, ())] for symbol in symbols}
 
     @property
     def differences(self) -> list[str]:
@@ -146,6 +169,8 @@ def _step_json(part: StepLedger) -> dict[str, Any]:
         "traced": [asdict(row) for row in part.traced],
         "flops": part.flops,
         "traced_flops": part.traced_flops,
+        "rounds": dict(part.rounds),
+        "auto": {sublayer: choice._asdict() for sublayer, choice in part.auto.items()},
     }
 
 
@@ -194,6 +219,7 @@ def make_ledger(
     seq: int,
     mesh: Mesh | AbstractMesh | None = None,
     sampled: bool = False,
+    loads: ArrayLike | None = None,
 ) -> Ledger:
     """Count a decode step or a whole prefill.
 
@@ -205,17 +231,19 @@ def make_ledger(
         seq: tokens of each request: those that prefill takes, or those cached when a decode step has stored its own.
         mesh: devices to compile for; None or an abstract mesh counts without compiling, which needs no device.
         sampled: whether tokens are drawn by temperature, top-k and top-p, or greedily.
+        loads: of the experts [MoE layers, experts], from which follows how many rounds a dispatch takes; None: even.
 
     Raises:
-        PlanError: see make_steps; or an axis that cannot run yet.
+        PlanError: see make_steps; an axis that cannot run yet; or loads of another model.
     """
+    layers = loads_of(config, loads)
     steps = make_steps(config, plan, phase, batch, seq, sampled)
     sizes = plan.mesh.sizes
     programs = Programs(config, plan, mesh or abstract_mesh(plan.mesh))
     requests = -(-batch // (plan.mesh.dp * plan.mesh.ep))
     held = _most(phase, seq, seq, plan)
     pages = pool_size(requests * pages_of(held, plan))
-    counted = [_count(programs, step, count, pages) for step, count in Counter(steps).items()]
+    counted = [_count(programs, step, count, pages, layers) for step, count in Counter(steps).items()]
     weights, cache, _ = programs.abstract_arguments(counted[0].step, pages)
     cache_bytes = local_bytes(cache.planes, programs.cache_specs().planes, sizes)
     stored, once = values_a_token(config, plan), values_a_token(config, Plan())
@@ -245,18 +273,19 @@ def _latents(programs: Programs, values: int) -> Latents:
     return Latents(weights * dtype.itemsize, cache * dtype.itemsize, programs.plan.mesh.size)
 
 
-def _count(programs: Programs, step: Step, count: int, pages: int) -> StepLedger:
+def _count(programs: Programs, step: Step, count: int, pages: int, loads: np.ndarray | None) -> StepLedger:
     program = programs.spmd(step.phase, sampled=step.sampled)
     jaxpr = jax.make_jaxpr(program)(*programs.abstract_arguments(step, pages))
     traffic, traced = predict_traffic(step), merge(trace_traffic(jaxpr, step.plan.mesh.sizes))
-    flops, traced_flops = predict_flops(step), {row.sublayer: row.flops for row in trace_flops(jaxpr)}
+    flops, traced_flops = predict_flops(step), {row.name: row.flops for row in trace_flops(jaxpr)}
     differences = compare(traffic, traced)
     differences += [
         f"{name} FLOPs: predicted {flops.get(name, 0)}, traced {traced_flops.get(name, 0)}"
         for name in dict.fromkeys([*flops, *traced_flops])
         if flops.get(name, 0) != traced_flops.get(name, 0)
     ]
-    return StepLedger(step, count, traffic, traced, flops, traced_flops, differences)
+    rounds, auto = count_rounds(step, loads), reasons(step)
+    return StepLedger(step, count, traffic, traced, flops, traced_flops, differences, rounds, auto)
 
 
 def _compile(programs: Programs, mesh: Mesh, part: StepLedger, pages: int) -> Compiled:

@@ -82,12 +82,13 @@ def _rows(eqn: JaxprEqn, site: Site, sizes: Mapping[str, int]) -> list[Traffic]:
     ranks = max(map(len, groups)) if groups else math.prod(sizes[axis] for axis in named)
     if ranks == 1 or (collective == "ppermute" and all(source == target for source, target in eqn.params["perm"])):
         return []
-    # The other operands of a ragged all-to-all are where its result is written and where its pieces begin.
-    operands = eqn.invars[:1] if collective == "ragged_all_to_all" else eqn.invars
+    sizes_of = [array_type(operand).size * array_type(operand).dtype.itemsize for operand in eqn.invars]
+    # The first operand of a ragged all-to-all is what a rank sends at most, the second what it gets at most, and the
+    # others say where its pieces are.
+    messages = [min(sizes_of[:2])] if collective == "ragged_all_to_all" else sizes_of
     sublayer, strategy = scope_of(site.scopes)
     rows = []
-    for operand in operands:
-        message = array_type(operand).size * array_type(operand).dtype.itemsize
+    for message in messages:
         sent = site.times * SENT_BYTES[collective](message, ranks)
         rows.append(Traffic(sublayer, strategy, collective, axes, site.times, message, sent, site.per))
     return rows

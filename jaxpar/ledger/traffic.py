@@ -8,7 +8,8 @@ P is the number of ranks in a group, M the bytes of a rank's local operand. "Sen
     all_to_all       (P-1)/P M    1/P of the operand stays
     ppermute                 M    on a rank that sends; a rank without a target sends nothing
     broadcast                M    every rank but the last of the chain passes it on
-    ragged_all_to_all        M    the most it may be: what stays is known only when it runs
+    ragged_all_to_all        M    of a rank's operand and its result the smaller: the most that the mean rank may send,
+                                  as what stays is known only when it runs
 
 Every figure is a whole number of bytes a call, rounded up where P does not divide it: a ring that pads its last chunk
 sends no less.

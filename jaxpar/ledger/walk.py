@@ -3,12 +3,15 @@
 A program is a tree: equations hold further jaxprs (jit, shard_map, loops, branches, custom derivatives, remat,
 kernels). The walk multiplies trip counts out, takes of a `cond` the branch that weighs most, and joins name stacks,
 which JAX keeps relative to the equation around them.
+
+Where a program is written differently for each platform (`lax.platform_dependent`), the walk takes what accelerators
+run, on whatever machine it counts: a ledger is about a deployment, and faked CPU devices emulate one.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar, cast
 
@@ -40,8 +43,9 @@ def walk(
 ) -> list[T]:
     """What `visit` gives for every equation that holds no jaxpr of its own, in program order.
 
-    Of the branches of a `cond` only the one with the largest `weight` counts. The condition of a `while` counts once
-    per iteration; that it also runs after the last one is left out.
+    Of the branches of a `cond` only the one with the largest `weight` counts; of those for platforms the first that is
+    not the CPU's. The condition of a `while` counts once per iteration; that it also runs after the last one is left
+    out.
     """
     found: list[T] = []
     for eqn in equations(jaxpr):
@@ -51,7 +55,9 @@ def walk(
         if not inner:
             found += visit(eqn, inside)
         elif name == "cond":
-            branches = [walk(branch, visit, weight, inside) for branch in inner]
+            platforms = eqn.params.get("branches_platforms")
+            run = inner if platforms is None else [inner[_of_accelerators(platforms)]]
+            branches = [walk(branch, visit, weight, inside) for branch in run]
             heaviest: list[T] = max(branches, key=weight)
             found += heaviest
         else:
@@ -65,6 +71,11 @@ def walk(
             for body in inner:
                 found += walk(body, visit, weight, inside)
     return found
+
+
+def _of_accelerators(platforms: Sequence[Sequence[str] | None]) -> int:
+    """The first branch for a platform that is no CPU; None is for all that no other branch is for."""
+    return next((index for index, names in enumerate(platforms) if names is None or "cpu" not in names), 0)
 
 
 def scopes_of(eqn: JaxprEqn, around: str) -> str:

@@ -1,1 +1,1 @@
-"""Mixture of experts: routing, dispatch to the ranks that hold the experts, and their products."""
+"""Mixture of experts: routing, dispatch to the ranks that hold the experts, their products, and their placement."""

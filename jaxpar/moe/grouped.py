@@ -111,8 +111,6 @@ def _alike(arrays: T) -> T:
 
 
 def _on_platform(accelerator: Callable[..., jax.Array], core: Callable[..., jax.Array], *arrays: Any) -> jax.Array:
-    # The accelerators' first: of branches that cost the same the ledger takes the first, and only this one it can count
-    # without knowing the rows of each expert.
     return lax.platform_dependent(*arrays, tpu=accelerator, cuda=accelerator, rocm=accelerator, default=core)
 
 

@@ -10,6 +10,8 @@ import jax
 from jaxpar.attention.cache import KeyStore
 from jaxpar.attention.inputs import Inputs
 from jaxpar.collectives.exchange import AllReduce
+from jaxpar.moe.inputs import Dispatched
+from jaxpar.moe.inputs import Inputs as Routed
 from jaxpar.plan import Phase, Plan
 
 
@@ -19,7 +21,8 @@ class StepContext:
 
     `positions` [B, T] global positions of the step's tokens (-1: padding); `cos`, `sin` [B * T, head_dim / 2];
     `store` takes keys and values; `attention` is the plan's strategy, and wants a share of the query heads over
-    `query_axes`; `all_reduce` is the function of the plan's strategy.
+    `query_axes`; `dispatch` brings tokens to their experts and back; `all_reduce` is the function of the plan's
+    strategy.
     """
 
     plan: Plan
@@ -30,4 +33,5 @@ class StepContext:
     store: KeyStore
     attention: Callable[[Inputs], jax.Array]
     query_axes: tuple[str, ...]
+    dispatch: Callable[[Routed], Dispatched] | None
     all_reduce: AllReduce

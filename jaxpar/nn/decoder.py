@@ -1,4 +1,4 @@
-"""A dense decoder in the local view: embedding, slots of layers, final norm, vocabulary head.
+"""A decoder in the local view: embedding, slots of layers, final norm, vocabulary head.
 
 tokens -> embedding -> [ x + leave(attention(enter(norm(x)))) ; x + leave(ffn(enter(norm(x)))) ] * layers -> norm
 """
@@ -11,13 +11,15 @@ from flax import nnx
 from jaxpar.attention.cache import Planes
 from jaxpar.checkpoint.config import ModelConfig
 from jaxpar.collectives import enter, leave
+from jaxpar.errors import PlanError
 from jaxpar.nn.attention import Attention
 from jaxpar.nn.context import StepContext
 from jaxpar.nn.linear import rms_norm
 from jaxpar.nn.mla import MLA
 from jaxpar.nn.mlp import MLP
+from jaxpar.nn.moe import MoE
 from jaxpar.nn.weights import Source, Weight, weight
-from jaxpar.plan import Plan
+from jaxpar.plan import Plan, SublayerName
 
 
 class Slot(nnx.Module):
@@ -30,22 +32,40 @@ class Slot(nnx.Module):
         mla = config.mla
         self.attention = Attention(config, plan, layers) if mla is None else MLA(config, mla, plan, layers)
         self.ffn_norm = _norm(config, plan, layers, "post_attention_layernorm")
-        self.ffn = MLP(config, plan, layers)
+        self.ffn = _ffn(config, plan, layers)
 
-    def __call__(self, x: jax.Array, planes: Planes, step: StepContext) -> tuple[jax.Array, Planes]:
-        """Residual rows [R, D] and the layer's cache -> both after this layer."""
+    def __call__(self, x: jax.Array, planes: Planes, step: StepContext) -> tuple[jax.Array, Planes, jax.Array | None]:
+        """Residual rows [R, D] and the layer's cache -> both after this layer, and what its dispatch dropped."""
         plan, phase, tokens = step.plan, step.phase, step.positions.size
         sublayer = plan.sublayer("attention", phase)
         with jax.named_scope(f"attention:{plan.all_reduce}"):
             h = enter(rms_norm(x, self.attention_norm[0], self.eps), sublayer, tokens)
             part, planes = self.attention(h, planes, step)
             x = x + self.attention.out.add_bias(leave(part, sublayer, step.all_reduce))
-        sublayer = plan.sublayer("ffn", phase)
-        with jax.named_scope(f"ffn:{plan.all_reduce}"):
+        name: SublayerName = "moe" if isinstance(self.ffn, MoE) else "ffn"
+        sublayer = plan.sublayer(name, phase)
+        with jax.named_scope(f"{name}:{plan.all_reduce}"):
             h = enter(rms_norm(x, self.ffn_norm[0], self.eps), sublayer, tokens)
-            split = tuple(axis for axis in plan.width_of("ffn", phase) if axis not in plan.width)
+            split = tuple(axis for axis in plan.width_of(name, phase) if axis not in plan.width)
+            if isinstance(self.ffn, MoE):
+                part, dropped = self.ffn(h, split, step)
+                return x + leave(part, sublayer, step.all_reduce)[: x.shape[0]], planes, dropped
             x = x + self.ffn.down.add_bias(leave(self.ffn(h, split), sublayer, step.all_reduce))
-        return x, planes
+        return x, planes, None
+
+
+def _ffn(config: ModelConfig, plan: Plan, layers: tuple[int, ...]) -> MLP | MoE:
+    """The FFN of the slot that holds `layers`, one a pipeline stage: all dense or all with experts."""
+    held = [layer for layer in layers if layer < config.num_hidden_layers]
+    if config.moe is None or not any(config.moe.layers[layer] for layer in held):
+        prefixes = tuple(f"model.layers.{layer}.mlp." for layer in layers)
+        return MLP(config, plan, prefixes, config.intermediate_size, plan.mesh.tp)
+    if not all(config.moe.layers[layer] for layer in held):
+        raise PlanError(
+            f"pp={plan.mesh.pp} puts layers {', '.join(map(str, held))} into one slot, and some of them have "
+            f"experts and others not: choose a pp that aligns them"
+        )
+    return MoE(config, config.moe, plan, layers)
 
 
 class Decoder(nnx.Module):
@@ -74,14 +94,20 @@ class Decoder(nnx.Module):
         """The vocabulary head's rows [V/tp, D]: the embedding's where they are tied."""
         return self.embedding if self.head is None else self.head
 
-    def __call__(self, x: jax.Array, planes: list[Planes], step: StepContext) -> tuple[jax.Array, list[Planes]]:
-        """Embedded tokens [T, D] and the cache -> hidden states after the final norm, and the cache."""
-        updated = []
+    def __call__(
+        self, x: jax.Array, planes: list[Planes], step: StepContext
+    ) -> tuple[jax.Array, list[Planes], jax.Array | None]:
+        """Embedded tokens [T, D] and the cache -> hidden states after the final norm, the cache, what was dropped.
+
+        That is the sum over layers that count it, None where none does.
+        """
+        updated, counts = [], []
         for index, (slot, slot_planes) in enumerate(zip(self.slots, planes, strict=True)):
             with jax.named_scope(f"layer_{index}"):
-                x, slot_planes = slot(x, slot_planes, step)
+                x, slot_planes, dropped = slot(x, slot_planes, step)
             updated.append(slot_planes)
-        return rms_norm(x, self.norm[...], self.eps), updated
+            counts += [] if dropped is None else [dropped]
+        return rms_norm(x, self.norm[...], self.eps), updated, sum(counts[1:], counts[0]) if counts else None
 
 
 def _norm(config: ModelConfig, plan: Plan, layers: tuple[int, ...], name: str) -> Weight:

@@ -15,29 +15,35 @@ from jaxpar.plan import Plan
 class MLP(nnx.Module):
     """down(silu(gate(x)) * up(x)); gate and up are one weight, rank by rank [its gate rows, its up rows]."""
 
-    def __init__(self, config: ModelConfig, plan: Plan, layers: tuple[int, ...]) -> None:
-        """Declare the weights of the slot that holds `layers`, one a pipeline stage."""
-        names = tuple(f"model.layers.{layer}.mlp." for layer in layers)
-        tp, stages, dtype = plan.width, plan.stages, plan.dtype
-        hidden, width = config.hidden_size, config.intermediate_size
+    def __init__(self, config: ModelConfig, plan: Plan, prefixes: tuple[str, ...], width: int, tp: int) -> None:
+        """Declare the weights of a slot.
+
+        Args:
+            config: of the model.
+            plan: to run it by.
+            prefixes: of the tensors' names, one a pipeline stage.
+            width: of the hidden layer.
+            tp: the ranks that split it: all of tp, or 1.
+        """
+        over, stages, dtype = plan.width if tp > 1 else (), plan.stages, plan.dtype
+        hidden = config.hidden_size
         out_std = 0.02 / (2 * config.num_hidden_layers) ** 0.5
 
         def gate_up(prefix: str, kind: str) -> Source:
             shape = (width,) if kind == "bias" else (width, hidden)
-            rows = -(-width // plan.mesh.tp)
-            blocks = tuple(Block(tensor, rank * rows, rows) for rank in range(plan.mesh.tp) for tensor in (0, 1))
+            blocks = gate_up_blocks(width, tp)
             return Source((f"{prefix}gate_proj.{kind}", f"{prefix}up_proj.{kind}"), (shape, shape), blocks)
 
         self.gate_up = ColumnParallel(
-            weight(tuple(gate_up(name, "weight") for name in names), (tp, None), dtype, 0.02, stages),
-            weight(tuple(gate_up(name, "bias") for name in names), (tp,), dtype, "zeros", stages)
+            weight(tuple(gate_up(name, "weight") for name in prefixes), (over, None), dtype, 0.02, stages),
+            weight(tuple(gate_up(name, "bias") for name in prefixes), (over,), dtype, "zeros", stages)
             if config.mlp_bias
             else None,
         )
-        downs = tuple(Source.padded(f"{name}down_proj.weight", (hidden, width), plan.mesh.tp, dim=1) for name in names)
-        biases = tuple(Source.whole(f"{name}down_proj.bias", (hidden,)) for name in names)
+        downs = tuple(Source.padded(f"{name}down_proj.weight", (hidden, width), tp, dim=1) for name in prefixes)
+        biases = tuple(Source.whole(f"{name}down_proj.bias", (hidden,)) for name in prefixes)
         self.down = RowParallel(
-            weight(downs, (None, tp), dtype, out_std, stages),
+            weight(downs, (None, over), dtype, out_std, stages),
             weight(biases, (None,), dtype, "zeros", stages) if config.mlp_bias else None,
         )
 
@@ -46,12 +52,19 @@ class MLP(nnx.Module):
         width = self.gate_up.weight[0].shape[0] // 2
         if not split:
             both = self.gate_up(x)
-            return self.down(_gated(both[:, :width], both[:, width:]).astype(x.dtype))
+            return self.down(gated(both[:, :width], both[:, width:]).astype(x.dtype))
         mine = share_of(width, split)
         gate, up = (self.gate_up.rows(x, start, mine.count) for start in (mine.start, width + mine.start))
         own = jnp.arange(mine.count)[None, :] >= mine.skip
-        return self.down.columns(jnp.where(own, _gated(gate, up), 0.0).astype(x.dtype), mine.start)
+        return self.down.columns(jnp.where(own, gated(gate, up), 0.0).astype(x.dtype), mine.start)
 
 
-def _gated(gate: jax.Array, up: jax.Array) -> jax.Array:
+def gate_up_blocks(width: int, tp: int) -> tuple[Block, ...]:
+    """Rows of a gate (tensor 0) and an up projection (tensor 1), rank by rank."""
+    rows = -(-width // tp)
+    return tuple(Block(tensor, rank * rows, rows) for rank in range(tp) for tensor in (0, 1))
+
+
+def gated(gate: jax.Array, up: jax.Array) -> jax.Array:
+    """SwiGLU's hidden values."""
     return jax.nn.silu(gate) * up

@@ -29,22 +29,46 @@ class Block:
 
 
 @dataclass(frozen=True)
+class Entry:
+    """Where a tensor that holds `count` matrices [O, I] (or vectors [O]) keeps one: as [count, I, O] (or [count, O]).
+
+    Two kinds of them may lie in turns in the last dimension, [count, I, 2 * O]: `turn` says which of every two is ours.
+    """
+
+    index: int
+    count: int
+    turn: int | None = None
+
+    def stored(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """The tensor's own shape, for matrices or vectors of `shape`."""
+        *columns, rows = reversed(shape)
+        return (self.count, *columns, rows if self.turn is None else 2 * rows)
+
+
+@dataclass(frozen=True)
 class Source:
     """Where one matrix or vector of a weight comes from in a checkpoint.
 
     Along `dim` (0: rows, 1: columns) the weight is the concatenation of `blocks` of the named tensors, so that fused
-    projections, copied KV heads and padding are the same thing: a list of blocks. `shapes` are the tensors' own.
+    projections, copied KV heads and padding are the same thing: a list of blocks. `shapes` are the tensors' own, or of
+    what is taken from them where there are `entries`. Without tensors it is zeros.
     """
 
     tensors: tuple[str, ...]
     shapes: tuple[tuple[int, ...], ...]
     blocks: tuple[Block, ...]
     dim: int = 0
+    entries: tuple[Entry, ...] = ()
 
     @classmethod
     def whole(cls, tensor: str, shape: tuple[int, ...]) -> Source:
         """A tensor as it is."""
         return cls((tensor,), (shape,), (Block(0, 0, shape[0]),))
+
+    @classmethod
+    def zeros(cls, shape: tuple[int, ...]) -> Source:
+        """Nothing that a checkpoint holds."""
+        return cls((), (shape,), (Block(ZEROS, 0, shape[0]),))
 
     @classmethod
     def padded(cls, tensor: str, shape: tuple[int, ...], ranks: int, dim: int = 0) -> Source:
@@ -58,11 +82,20 @@ class Source:
         size = sum(block.rows for block in self.blocks)
         return tuple(size if dim == self.dim else n for dim, n in enumerate(self.shapes[0]))
 
+    @property
+    def stored(self) -> dict[str, tuple[int, ...]]:
+        """The tensors, with the shapes that they have in the checkpoint."""
+        shapes = self.shapes
+        if self.entries:
+            shapes = tuple(entry.stored(shape) for entry, shape in zip(self.entries, shapes, strict=True))
+        return dict(zip(self.tensors, shapes, strict=False))
+
 
 class Weight(nnx.Param[Any]):
-    """A parameter with its PartitionSpec (`spec`), its `sources` (one a pipeline stage, or one) and `init` scale.
+    """A parameter with its PartitionSpec (`spec`), its `sources` and its `init` scale.
 
-    `init` is the standard deviation of fresh values, "ones" or "zeros".
+    Its last dimensions are those of a source; before them may be stages and slots of experts, and `sources` has one for
+    each place there, the last dimension fastest. `init` is the standard deviation of fresh values, "ones" or "zeros".
     """
 
     @property
@@ -74,11 +107,7 @@ class Weight(nnx.Param[Any]):
     @property
     def tensors(self) -> dict[str, tuple[int, ...]]:
         """The checkpoint tensors that it is made of, with their shapes."""
-        return {
-            tensor: shape
-            for source in self.sources
-            for tensor, shape in zip(source.tensors, source.shapes, strict=True)
-        }
+        return {tensor: shape for source in self.sources for tensor, shape in source.stored.items()}
 
 
 def weight(
@@ -97,9 +126,28 @@ def weight(
         init: see Weight.
         stages: the axes of the leading dimension of a slot's weight.
     """
+    matrix = P(*(axes or None for axes in split))
     if isinstance(sources, Source):
-        shape, spec = sources.shape, P(*(axes or None for axes in split))
-    else:
-        shape, spec = (len(sources), *sources[0].shape), P(stages or None, *(axes or None for axes in split))
-    kinds = (sources,) if isinstance(sources, Source) else sources
-    return Weight(jax.ShapeDtypeStruct(shape, jnp.dtype(dtype)), spec=spec, sources=kinds, init=init)
+        return Weight(jax.ShapeDtypeStruct(sources.shape, jnp.dtype(dtype)), spec=matrix, sources=(sources,), init=init)
+    shape = (len(sources), *sources[0].shape)
+    return Weight(
+        jax.ShapeDtypeStruct(shape, jnp.dtype(dtype)), spec=P(stages or None, *matrix), sources=sources, init=init
+    )
+
+
+def expert_weight(
+    sources: tuple[tuple[Source, ...], ...],
+    over: tuple[str, ...],
+    split: tuple[str | tuple[str, ...] | None, ...],
+    dtype: str,
+    init: float | str,
+    stages: tuple[str, ...],
+) -> Weight:
+    """Declare a weight of experts [stages, slots, ...]: one Source for each slot of each stage, slots over axes `over`.
+
+    The other arguments are those of `weight`.
+    """
+    shape = (len(sources), len(sources[0]), *sources[0][0].shape)
+    spec = P(stages or None, over or None, *(axes or None for axes in split))
+    flat = tuple(source for stage in sources for source in stage)
+    return Weight(jax.ShapeDtypeStruct(shape, jnp.dtype(dtype)), spec=spec, sources=flat, init=init)

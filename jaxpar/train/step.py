@@ -61,6 +61,10 @@ class TrainPrograms:
         if plan.mesh.cp > 1 or plan.sequence_parallel:
             given = f"cp={plan.mesh.cp}" if plan.mesh.cp > 1 else "sequence_parallel"
             raise PlanError(f"{given}: training keeps sequences whole on a rank; use dp and tp alone")
+        if plan.mesh.ep > 1:
+            raise PlanError(f"ep={plan.mesh.ep}: training has no experts to split; give these ranks to dp")
+        if config.moe is not None:
+            raise PlanError(f"{config.model_type} has mixtures of experts: training is for dense models")
         self._shape = Step(config, plan, "prefill", settings.batch // replicas, settings.length, settings.length)
         forward = chosen(self._shape)
         self._embedding, self._head, self._all_reduce = (forward[name] for name in ("embedding", "head", "all_reduce"))
@@ -121,12 +125,12 @@ class TrainPrograms:
         positions = jnp.broadcast_to(jnp.arange(inputs.shape[1], dtype=jnp.int32)[None, :], inputs.shape)
         cos, sin = angles(positions.reshape(-1), config.rope, config.rope_head_dim)
         store, all_reduce = ChunkOnly(positions), self._all_reduce.run
-        step = StepContext(plan, "prefill", positions, cos, sin, store, attend_whole, (), all_reduce)
+        step = StepContext(plan, "prefill", positions, cos, sin, store, attend_whole, (), None, all_reduce)
         x = self._embedding.run(inputs.reshape(-1), model.embedding[...], plan.sublayer("vocabulary", "prefill"))
         with jax.named_scope("embedding:vocab_parallel"):
             # The residual stream is one copy a rank from here on, so that every sum of its gradient has its scope.
             x = to_varying(x, plan.width)
-        x, _ = model(x, [{} for _ in self.programs.planes], step)
+        x, _, _ = model(x, [{} for _ in self.programs.planes], step)
         logits = self._head.run(x, model.head_weight[...], config.vocab_size, plan.width)
         losses: jax.Array = self._loss.run(logits, targets.reshape(-1), plan.width)
         return losses.reshape(targets.shape)

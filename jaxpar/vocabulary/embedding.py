@@ -35,7 +35,8 @@ def embed(ids: jax.Array, table: jax.Array, sublayer: Sublayer) -> jax.Array:
 
 def traffic(step: Step) -> list[Traffic]:
     """One all-reduce of [T, D], or one reduce-scatter where the residual stream is split over tp."""
-    return leave_traffic(step, ("embedding", "vocab_parallel"), step.plan.sublayer("vocabulary", step.phase), 1)
+    sublayer = step.plan.sublayer("vocabulary", step.phase)
+    return leave_traffic(step, ("embedding", "vocab_parallel"), sublayer, step.rows, 1)
 
 
 def check(step: Step) -> str | None:

@@ -59,7 +59,7 @@ def traffic(step: Step) -> list[Traffic]:
     """The tokens that the head works on, where the residual stream is split; sampling works on the split logits."""
     scope, axes = ("head", "vocab_parallel"), step.plan.slices(step.phase)
     if step.logits:
-        return enter_traffic(step, scope, step.plan.sublayer("vocabulary", step.phase).gather, 1)
+        return enter_traffic(step, scope, step.plan.sublayer("vocabulary", step.phase), 1)
     if not axes:
         return []
     return [step.sends(scope, "all_reduce", axes, 1, step.lanes * step.row_bytes)]

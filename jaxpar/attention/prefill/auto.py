@@ -7,10 +7,9 @@ sees many keys: its queries move. Sizes are known when a step's program is made,
 from __future__ import annotations
 
 from jaxpar.attention.prefill import ring, ring_q
-from jaxpar.strategies import Step
+from jaxpar.strategies import Choice, Step, least_sent
 
 
-def resolve(step: Step) -> str:
+def resolve(step: Step) -> Choice:
     """`ring` or `ring_q`, by the bytes that each rank sends."""
-    sent = {one.name: sum(row.sent_bytes for row in one.traffic(step)) for one in (ring.STRATEGY, ring_q.STRATEGY)}
-    return min(sent, key=lambda name: (sent[name], name))
+    return least_sent(step, (ring.STRATEGY, ring_q.STRATEGY))

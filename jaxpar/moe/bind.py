@@ -1,0 +1,22 @@
+"""The dispatch of a step: a strategy as MoE layers call it, under the scope that names it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import jax
+
+from jaxpar.moe.inputs import Dispatched, Inputs
+from jaxpar.plan import Plan
+from jaxpar.strategies import Strategy
+
+
+def bound(strategy: Strategy, plan: Plan) -> Callable[[Inputs], Dispatched]:
+    """Tokens and their routing -> the weighted sum of what their experts make of them."""
+
+    def dispatch(x: Inputs) -> Dispatched:
+        with jax.named_scope(f"{strategy.sublayer}:{strategy.name}"):
+            done: Dispatched = strategy.run(x, plan)
+            return done
+
+    return dispatch

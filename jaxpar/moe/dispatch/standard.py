@@ -1,0 +1,64 @@
+"""`standard`: every rank gets the tokens of all, runs them through its own experts, and the results are summed.
+
+    rank 0: x0 -+                +-> x0 x1 x2 x3 -> experts 0 1 -+                      +-> y0
+    rank 1: x1 -+-- all-gather --+-> x0 x1 x2 x3 -> experts 2 3 -+-- reduce-scatter ----+-> y1
+    rank 2: x2 -+                +-> x0 x1 x2 x3 -> experts 4 5 -+                      +-> y2
+    rank 3: x3 -+                +-> x0 x1 x2 x3 -> experts 6 7 -+                      +-> y3
+
+What is sent does not depend on the routing: of few ranks, or few tokens, less than an all-to-all (the all-gather and
+reduce-scatter of SGLang's attention data parallelism).
+"""
+
+from __future__ import annotations
+
+from jaxpar.collectives import all_gather, rank_index, scatter_sum
+from jaxpar.ledger.traffic import Traffic
+from jaxpar.moe.dispatch.options import refused_option
+from jaxpar.moe.inputs import Dispatched, Inputs, local_choices, pack_routing, unpack_routing, weighted_sum
+from jaxpar.plan import Plan
+from jaxpar.strategies import ExpertRows, Step, Strategy
+
+
+def run(x: Inputs, plan: Plan) -> Dispatched:
+    """The rank's tokens through experts of all ranks of `plan.experts` -> [R, D]."""
+    axes = plan.experts
+    routing = unpack_routing(all_gather(pack_routing(x.slots, x.weights), axes))
+    slots, weights = local_choices(*routing, rank_index(axes) * x.slots_per_rank, x.slots_per_rank)
+    part = weighted_sum(x._replace(x=all_gather(x.x, axes), slots=slots, weights=weights))
+    return Dispatched(scatter_sum(part.astype(x.x.dtype), axes))
+
+
+def traffic(step: Step) -> list[Traffic]:
+    """In each layer an all-gather of rows and one of routing, a reduce-scatter of as many rows as were gathered."""
+    if not step.plan.experts:
+        return []
+    scope, axes, layers = ("moe_dispatch", "standard"), step.plan.experts, step.moe_layers
+    rows = step.moe_rows * step.row_bytes
+    return [
+        step.sends(scope, "all_gather", axes, layers, step.moe_rows * 2 * step.choices * 4),
+        step.sends(scope, "all_gather", axes, layers, rows),
+        step.sends(scope, "reduce_scatter", axes, layers, rows * step.ranks(axes)),
+    ]
+
+
+def check(step: Step) -> str | None:
+    """Any experts, any tokens."""
+    return refused_option(step.plan, "standard")
+
+
+def expert_rows(step: Step) -> ExpertRows:
+    """Each choice of each token of all ranks: all may be for this one."""
+    return ExpertRows(step.moe_rows * step.choices * step.ranks(step.plan.experts))
+
+
+STRATEGY = Strategy(
+    name="standard",
+    sublayer="moe_dispatch",
+    axes=("dp", "ep", "cp", "tp"),
+    collectives=("all_gather", "reduce_scatter"),
+    needs="any shape",
+    run=run,
+    traffic=traffic,
+    check=check,
+    expert_rows=expert_rows,
+)

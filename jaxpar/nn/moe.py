@@ -1,0 +1,163 @@
+"""A mixture of experts in place of the FFN: router, the experts in a rank's slots, experts that every token passes.
+
+    tokens [R, D] --+-- route -> dispatch -> experts -> weighted sum --+--> a partial sum over the ranks that split
+                    +-- shared experts --------------------------------+    an expert's width
+
+A rank holds whole experts, or a slice of the width of each where tp does not split experts among its ranks (MoE-TP).
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import lax
+
+from jaxpar.checkpoint.config import ClampedSwiGLU, ModelConfig, MoEConfig
+from jaxpar.collectives import rank_index
+from jaxpar.collectives.exchange import own_rows
+from jaxpar.moe.grouped import Activation, expert_ffn
+from jaxpar.moe.inputs import Dispatched, Experts, Inputs
+from jaxpar.moe.router import route
+from jaxpar.moe.slots import EMPTY, experts_in_slots
+from jaxpar.nn.context import StepContext
+from jaxpar.nn.linear import share_of
+from jaxpar.nn.mlp import MLP, gate_up_blocks, gated
+from jaxpar.nn.weights import Block, Entry, Source, Weight, expert_weight, weight
+from jaxpar.plan import Plan
+
+
+class MoE(nnx.Module):
+    """Routed and shared experts of one slot of layers.
+
+    `gate_up` [1, S, 2I, D], rank by rank of tp [its gate rows, its up rows], and `down` [1, S, D, I] of the experts in
+    the rank's S slots, I the slice of their width that it holds.
+    """
+
+    def __init__(self, config: ModelConfig, moe: MoEConfig, plan: Plan, layers: tuple[int, ...]) -> None:
+        """Declare the weights of the slot that holds `layers`, one a pipeline stage."""
+        self.router, self.clamp, names = moe.router, moe.clamped_swiglu, moe.tensors
+        self.width_tp = 1 if "tp" in plan.experts else plan.mesh.tp
+        self.ranks = plan.mesh.extent(plan.experts)
+        slots = experts_in_slots(moe.num_experts, self.ranks)
+        self.slots_per_rank = len(slots) // self.ranks
+        prefixes = tuple(f"model.layers.{layer}." for layer in layers)
+        stages, dtype, hidden = plan.stages, plan.dtype, config.hidden_size
+        tp = plan.width if self.width_tp > 1 else ()
+        out_std = 0.02 / (2 * config.num_hidden_layers) ** 0.5
+
+        def declare(kind: str, split: tuple[tuple[str, ...] | None, ...], init: float | str) -> Weight:
+            sources = tuple(
+                tuple(_expert_source(kind, prefix, expert, hidden, moe, self.width_tp) for expert in slots)
+                for prefix in prefixes
+            )
+            return expert_weight(sources, plan.experts, split, dtype, init, stages)
+
+        def of_router(name: str, shape: tuple[int, ...], init: float | str) -> Weight:
+            sources = tuple(Source.whole(prefix + name, shape) for prefix in prefixes)
+            return weight(sources, (None,) * len(shape), dtype, init, stages)
+
+        self.route = of_router(names.router, (moe.num_experts, hidden), 0.02)
+        self.route_bias = of_router(names.router_bias, (moe.num_experts,), "zeros") if names.router_bias else None
+        self.gate_up = declare("gate_up", (tp, None), 0.02)
+        self.down = declare("down", (None, tp), out_std)
+        self.gate_up_bias = declare("gate_up_bias", (tp,), "zeros") if moe.expert_bias else None
+        self.down_bias = declare("down_bias", (None,), "zeros") if moe.expert_bias else None
+        # Where tp deals tokens out, each rank passes its own through the whole of the shared experts: no sum.
+        self.shared = (
+            MLP(config, plan, tuple(prefix + names.shared for prefix in prefixes), width, self.width_tp)
+            if names.shared is not None and (width := moe.shared_intermediate_size)
+            else None
+        )
+
+    def __call__(self, x: jax.Array, split: tuple[str, ...], step: StepContext) -> Dispatched:
+        """Tokens [R, D] -> a partial sum of [R, D] over the axes of the width, `split` among them as in MLP."""
+        bias = None if self.route_bias is None else self.route_bias[0]
+        routing = route(x, self.route[0], bias, self.router)
+        real = _real_rows(x.shape[0], step)[:, None]
+        slots = jnp.where(real, routing.experts, self.ranks * self.slots_per_rank)
+        weights = jnp.where(real, routing.weights, 0.0)
+        assert step.dispatch is not None
+        done = step.dispatch(Inputs(x, slots, weights, self._experts(split, step), self.slots_per_rank))
+        out = done.rows.astype(x.dtype)
+        return Dispatched(out if self.shared is None else out + self.shared(x, split), done.dropped)
+
+    def _experts(self, split: tuple[str, ...], step: StepContext) -> Experts:
+        """The experts in this rank's slots, of a slice of their width where ranks of `split` share it."""
+        gate_up, down = self.gate_up[0], self.down[0]
+        gate_up_bias = None if self.gate_up_bias is None else self.gate_up_bias[0]
+        down_bias = None if self.down_bias is None else self.down_bias[0]
+        width = gate_up.shape[1] // 2
+        if split:
+            mine = share_of(width, split)
+            # Columns of `down` that belong to the ranks before are of no account.
+            own = jnp.arange(mine.count) >= mine.skip
+            down = lax.dynamic_slice_in_dim(down, mine.start, mine.count, axis=2) * own[None, None, :].astype(
+                down.dtype
+            )
+
+            def slices(both: jax.Array) -> jax.Array:
+                starts = mine.start, width + mine.start
+                return jnp.concatenate(
+                    [lax.dynamic_slice_in_dim(both, at, mine.count, axis=1) for at in starts], axis=1
+                )
+
+            gate_up, gate_up_bias = slices(gate_up), None if gate_up_bias is None else slices(gate_up_bias)
+        if down_bias is not None:
+            # Every rank of the width adds its part of the sum, and only the first one this.
+            first = rank_index((*split, *(axis for axis in step.plan.width if self.width_tp > 1))) == 0
+            down_bias = jnp.where(first, down_bias, jnp.zeros_like(down_bias))
+        activation = gated if self.clamp is None else _clamped(self.clamp)
+
+        def experts(rows: jax.Array, counts: jax.Array) -> jax.Array:
+            with jax.named_scope("experts:grouped"):
+                return expert_ffn(rows, gate_up, down, counts, activation, gate_up_bias, down_bias)
+
+        return Experts(experts, gate_up)
+
+
+def _clamped(clamp: ClampedSwiGLU) -> Activation:
+    def activation(gate: jax.Array, up: jax.Array) -> jax.Array:
+        gate = jnp.minimum(gate, clamp.limit)
+        return gate * jax.nn.sigmoid(clamp.alpha * gate) * (jnp.clip(up, -clamp.limit, clamp.limit) + 1)
+
+    return activation
+
+
+def _real_rows(rows: int, step: StepContext) -> jax.Array:
+    """Which of the rank's `rows` hold a token: padding goes to no expert."""
+    plan, sublayer = step.plan, step.plan.sublayer("moe", step.phase)
+    real = (step.positions >= 0).reshape(-1)
+    if not sublayer.gather:
+        real = own_rows(real, plan.row_slices(step.phase))
+    return own_rows(real, sublayer.deal)
+
+
+def _expert_source(kind: str, prefix: str, expert: int, hidden: int, moe: MoEConfig, tp: int) -> Source:
+    """One expert's `kind` of weight, or zeros of its shape for an EMPTY slot."""
+    width, names = moe.intermediate_size, moe.tensors
+    rows = -(-width // tp)
+    fused = names.fused
+    if kind in ("gate_up", "gate_up_bias"):
+        is_bias = kind == "gate_up_bias"
+        shape: tuple[int, ...] = (width,) if is_bias else (width, hidden)
+        if expert == EMPTY:
+            return Source.zeros((2 * rows * tp, *shape[1:]))
+        tensors = tuple(_tensor(prefix, name, expert, is_bias) for name in (names.gate, names.up))
+        entries = tuple(Entry(expert, moe.num_experts, turn) for turn in (0, 1)) if fused else ()
+        return Source(tensors, (shape, shape), gate_up_blocks(width, tp), entries=entries)
+    is_bias = kind == "down_bias"
+    entries = (Entry(expert, moe.num_experts),) if fused else ()
+    tensors = (_tensor(prefix, names.down, expert, is_bias),)
+    if is_bias:
+        if expert == EMPTY:
+            return Source.zeros((hidden,))
+        return Source(tensors, ((hidden,),), (Block(0, 0, hidden),), entries=entries)
+    if expert == EMPTY:
+        return Source.zeros((hidden, rows * tp))
+    blocks = tuple(Block(0, rank * rows, rows) for rank in range(tp))
+    return Source(tensors, ((hidden, width),), blocks, dim=1, entries=entries)
+
+
+def _tensor(prefix: str, name: str, expert: int, is_bias: bool) -> str:
+    return prefix + name.format(expert=expert) + ("_bias" if is_bias else "")

@@ -1,0 +1,65 @@
+"""What transformers computes for mixtures of experts comes out under every dispatch, on every rank."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+from oracle_checks import assert_logits, assert_tokens
+from oracle_data import EXPERT_ORACLES, load_oracle
+from sample_models import oracle_runner
+
+from jaxpar.registry import STRATEGIES
+
+pytestmark = pytest.mark.usefixtures("unwritten_pages_are_nan")
+DISPATCHES = [s.name for s in STRATEGIES if s.sublayer == "moe_dispatch" and s.axes]
+# Experts over ep alone, with their width over tp, over axes with copies of tokens, and over all: 6, 8 and 12 experts.
+PLANS: dict[str, tuple[str, dict[str, Any]]] = {
+    "ep=2": ("ep=2", {}),
+    "ep=4": ("ep=4", {}),
+    "ep=8": ("ep=8", {}),
+    "width over tp": ("dp=2,ep=2,tp=2", {}),
+    "over ep and cp": ("ep=2,cp=2,tp=2", {"experts_over": "ep,cp"}),
+    "over all": ("dp=2,ep=2,tp=2", {"experts_over": "dp,ep,tp"}),
+    "over dp, cp and a split residual": ("dp=2,cp=2,tp=2", {"experts_over": "dp,cp,tp", "sequence_parallel": True}),
+    "helix": ("ep=2,cp=2", {"decode_attention": "helix"}),
+}
+PRODUCT = list(itertools.product(EXPERT_ORACLES, PLANS, DISPATCHES))
+# Each plan once: six oracles and four dispatches take turns with eight plans.
+CHOICE = [
+    (EXPERT_ORACLES[i % len(EXPERT_ORACLES)], plan, DISPATCHES[(i + i // 4) % len(DISPATCHES)])
+    for i, plan in enumerate(PLANS)
+]
+
+
+def assert_is_the_oracle(name: str, mesh: str, **plan: Any) -> None:
+    oracle, runner = load_oracle(name), oracle_runner(name, mesh, page_size=5, **plan)
+    assert oracle.margin > 0.01
+    assert_logits(runner, oracle.prompts, oracle.logits)
+    assert_tokens(runner, oracle.prompts, oracle.greedy)
+
+
+def assert_dispatched(name: str, plan: str, dispatch: str) -> None:
+    mesh, fields = PLANS[plan]
+    # An axis alone is all across nodes; of several the innermost lies inside them.
+    nodes = {"devices_per_node": 2 if "," in mesh else 1} if dispatch == "two_level" else {}
+    assert_is_the_oracle(name, mesh, moe_dispatch=dispatch, **fields, **nodes)
+
+
+@pytest.mark.parametrize("name", EXPERT_ORACLES)
+def test_one_device_has_the_logits_and_tokens_of_transformers(name: str) -> None:
+    assert_is_the_oracle(name, "tp=1")
+
+
+@pytest.mark.parametrize(("name", "plan", "dispatch"), CHOICE)
+def test_every_rank_has_the_logits_and_tokens_of_transformers(name: str, plan: str, dispatch: str) -> None:
+    assert_dispatched(name, plan, dispatch)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("name", "plan", "dispatch"), sorted(set(PRODUCT) - set(CHOICE)))
+def test_every_rank_has_the_logits_and_tokens_of_transformers_in_all_other_ways(
+    name: str, plan: str, dispatch: str
+) -> None:
+    assert_dispatched(name, plan, dispatch)
