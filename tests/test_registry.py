@@ -60,8 +60,8 @@ LATENT = replace(
     sinks=False,
     mla=MLAConfig(q_lora_rank=14, kv_lora_rank=12, qk_nope_head_dim=6, qk_rope_head_dim=4, v_head_dim=7),
 )
-MESHES = ["tp=1", "dp=8", "tp=3", "dp=2,tp=4", "dp=4,tp=2", "dp=8,tp=8", "tp=64", "dp=64"]
-CP_MESHES = ["cp=2", "cp=3,tp=2", "dp=2,cp=2,tp=2", "dp=2,cp=4,tp=8"]
+MESHES = ["tp=1", "dp=8", "tp=3", "dp=2,tp=4", "dp=8,tp=8"]
+CP_MESHES = ["cp=3,tp=2", "dp=2,cp=2,tp=2", "dp=2,cp=4,tp=8"]
 KINDS: dict[str, dict[str, bool]] = {"greedy": {}, "sampled": {"sampled": True}, "logits": {"logits": True}}
 # Nine query heads over tp 8 leave two on a rank, which four ranks of cp cannot share by Ulysses.
 REFUSED = [("dp=2,cp=4,tp=8", "prefill_attention=ulysses")]
@@ -79,7 +79,7 @@ IN_16_BITS = [
     if program.values[0] in ("dp=2,tp=4", "dp=2,cp=2,tp=2") and (dtype == "bfloat16" or program.values[1] == "default")
 ]
 OF_LATENTS = every_program("tp=3", "cp=3,tp=2", "dp=2,cp=4,tp=2")
-ALONE = [program for program in PROGRAMS if program.values[0] in ("tp=1", "dp=8", "dp=64")]
+ALONE = [program for program in PROGRAMS if program.values[0] in ("tp=1", "dp=8")]
 
 
 def a_step(
