@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
-import jax
 import pytest
-from test_registry import CONFIG
+from test_registry import CONFIG, jaxpr
 from uniform import uniform_control_violations
 
-from jaxpar.checkpoint.config import ModelConfig, MoEConfig, MoETensors, RouterConfig
-from jaxpar.devices import abstract_mesh
+from jaxpar.checkpoint.config import MoEConfig, MoETensors, RouterConfig
 from jaxpar.ledger.flops import trace_flops
 from jaxpar.ledger.predict import predict_flops, predict_traffic
 from jaxpar.ledger.trace import count_collectives, trace_traffic
 from jaxpar.ledger.traffic import compare
 from jaxpar.mesh import MeshSpec
 from jaxpar.plan import PHASES, Phase, Plan
-from jaxpar.program import Programs
 from jaxpar.registry import STRATEGIES
 from jaxpar.strategies import Step
 
@@ -30,7 +28,7 @@ MOE = MoEConfig(
     tensors=MoETensors("gate", "{expert}.gate", "{expert}.up", "{expert}.down", shared="shared."),
     shared_intermediate_size=14,
 )
-EXPERTS: ModelConfig = CONFIG.__class__(**{**vars(CONFIG), "moe": MOE, "mlp_bias": False})
+EXPERTS = replace(CONFIG, moe=MOE, mlp_bias=False)
 DISPATCHES = [strategy for strategy in STRATEGIES if strategy.sublayer == "moe_dispatch" and strategy.axes]
 PLANS: list[tuple[str, dict[str, Any]]] = [
     ("ep=4", {"devices_per_node": 1}),
@@ -48,11 +46,6 @@ OPTIONS: list[dict[str, Any]] = [{"moe_deduplicate": True}, {"moe_capacity": 1.2
 def a_step(mesh: str, fields: dict[str, Any], phase: Phase) -> Step:
     plan = Plan(MeshSpec.parse(mesh), page_size=4, **fields)
     return Step(EXPERTS, plan, phase, lanes=3, tokens=1 if phase == "decode" else 5, keys=12)
-
-
-def jaxpr(step: Step) -> jax.extend.core.ClosedJaxpr:
-    programs = Programs(step.config, step.plan, abstract_mesh(step.plan.mesh))
-    return jax.make_jaxpr(programs.spmd(step.phase))(*programs.abstract_arguments(step, pages=8))
 
 
 def every_program() -> Iterator[Any]:

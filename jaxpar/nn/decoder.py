@@ -59,7 +59,7 @@ def _ffn(config: ModelConfig, plan: Plan, layers: tuple[int, ...]) -> MLP | MoE:
     held = [layer for layer in layers if layer < config.num_hidden_layers]
     if config.moe is None or not any(config.moe.layers[layer] for layer in held):
         prefixes = tuple(f"model.layers.{layer}.mlp." for layer in layers)
-        return MLP(config, plan, prefixes, config.intermediate_size, plan.mesh.tp)
+        return MLP(config, plan, prefixes, config.intermediate_size, plan.width_of("ffn", "prefill"))
     if not all(config.moe.layers[layer] for layer in held):
         raise PlanError(
             f"pp={plan.mesh.pp} puts layers {', '.join(map(str, held))} into one slot, and some of them have "

@@ -8,14 +8,16 @@ from flax import nnx
 
 from jaxpar.checkpoint.config import ModelConfig
 from jaxpar.nn.linear import ColumnParallel, RowParallel, share_of
-from jaxpar.nn.weights import Block, Source, weight
+from jaxpar.nn.weights import Block, Entry, Source, residual_std, weight
 from jaxpar.plan import Plan
 
 
 class MLP(nnx.Module):
     """down(silu(gate(x)) * up(x)); gate and up are one weight, rank by rank [its gate rows, its up rows]."""
 
-    def __init__(self, config: ModelConfig, plan: Plan, prefixes: tuple[str, ...], width: int, tp: int) -> None:
+    def __init__(
+        self, config: ModelConfig, plan: Plan, prefixes: tuple[str, ...], width: int, over: tuple[str, ...]
+    ) -> None:
         """Declare the weights of a slot.
 
         Args:
@@ -23,16 +25,14 @@ class MLP(nnx.Module):
             plan: to run it by.
             prefixes: of the tensors' names, one a pipeline stage.
             width: of the hidden layer.
-            tp: the ranks that split it: all of tp, or 1.
+            over: the axes that split it.
         """
-        over, stages, dtype = plan.width if tp > 1 else (), plan.stages, plan.dtype
-        hidden = config.hidden_size
-        out_std = 0.02 / (2 * config.num_hidden_layers) ** 0.5
+        tp, stages, dtype = plan.mesh.extent(over), plan.stages, plan.dtype
+        hidden, out_std = config.hidden_size, residual_std(config.num_hidden_layers)
 
         def gate_up(prefix: str, kind: str) -> Source:
             shape = (width,) if kind == "bias" else (width, hidden)
-            blocks = gate_up_blocks(width, tp)
-            return Source((f"{prefix}gate_proj.{kind}", f"{prefix}up_proj.{kind}"), (shape, shape), blocks)
+            return gate_up_source(f"{prefix}gate_proj.{kind}", f"{prefix}up_proj.{kind}", shape, tp)
 
         self.gate_up = ColumnParallel(
             weight(tuple(gate_up(name, "weight") for name in prefixes), (over, None), dtype, 0.02, stages),
@@ -59,10 +59,11 @@ class MLP(nnx.Module):
         return self.down.columns(jnp.where(own, gated(gate, up), 0.0).astype(x.dtype), mine.start)
 
 
-def gate_up_blocks(width: int, tp: int) -> tuple[Block, ...]:
-    """Rows of a gate (tensor 0) and an up projection (tensor 1), rank by rank."""
-    rows = -(-width // tp)
-    return tuple(Block(tensor, rank * rows, rows) for rank in range(tp) for tensor in (0, 1))
+def gate_up_source(gate: str, up: str, shape: tuple[int, ...], tp: int, entries: tuple[Entry, ...] = ()) -> Source:
+    """A gate and an up projection, each of `shape`, or their biases: rank by rank of `tp` the rows of both."""
+    rows = -(-shape[0] // tp)
+    blocks = tuple(Block(tensor, rank * rows, rows) for rank in range(tp) for tensor in (0, 1))
+    return Source((gate, up), (shape, shape), blocks, entries=entries)
 
 
 def gated(gate: jax.Array, up: jax.Array) -> jax.Array:

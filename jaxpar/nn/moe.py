@@ -8,6 +8,9 @@ A rank holds whole experts, or a slice of the width of each where tp does not sp
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -22,8 +25,8 @@ from jaxpar.moe.router import route
 from jaxpar.moe.slots import EMPTY, experts_in_slots
 from jaxpar.nn.context import StepContext
 from jaxpar.nn.linear import share_of
-from jaxpar.nn.mlp import MLP, gate_up_blocks, gated
-from jaxpar.nn.weights import Block, Entry, Source, Weight, expert_weight, weight
+from jaxpar.nn.mlp import MLP, gate_up_source, gated
+from jaxpar.nn.weights import Entry, Source, Weight, expert_weight, residual_std, weight
 from jaxpar.plan import Plan
 
 
@@ -37,18 +40,19 @@ class MoE(nnx.Module):
     def __init__(self, config: ModelConfig, moe: MoEConfig, plan: Plan, layers: tuple[int, ...]) -> None:
         """Declare the weights of the slot that holds `layers`, one a pipeline stage."""
         self.router, self.clamp, names = moe.router, moe.clamped_swiglu, moe.tensors
-        self.width_tp = 1 if "tp" in plan.experts else plan.mesh.tp
+        over = plan.width_of("moe", "prefill")  # as stored; what decode splits further it slices
         self.ranks = plan.mesh.extent(plan.experts)
         slots = experts_in_slots(moe.num_experts, self.ranks)
         self.slots_per_rank = len(slots) // self.ranks
         prefixes = tuple(f"model.layers.{layer}." for layer in layers)
         stages, dtype, hidden = plan.stages, plan.dtype, config.hidden_size
-        tp = plan.width if self.width_tp > 1 else ()
-        out_std = 0.02 / (2 * config.num_hidden_layers) ** 0.5
+        tensors = _ExpertTensors(moe, hidden, plan.mesh.extent(over))
 
-        def declare(kind: str, split: tuple[tuple[str, ...] | None, ...], init: float | str) -> Weight:
+        def declare(
+            source: Callable[[str, int], Source], split: tuple[tuple[str, ...] | None, ...], init: float | str
+        ) -> Weight:
             sources = tuple(
-                tuple(_expert_source(kind, prefix, expert, hidden, moe, self.width_tp) for expert in slots)
+                tuple(source(prefix, expert) if expert != EMPTY else source(prefix, 0).empty for expert in slots)
                 for prefix in prefixes
             )
             return expert_weight(sources, plan.experts, split, dtype, init, stages)
@@ -59,13 +63,13 @@ class MoE(nnx.Module):
 
         self.route = of_router(names.router, (moe.num_experts, hidden), 0.02)
         self.route_bias = of_router(names.router_bias, (moe.num_experts,), "zeros") if names.router_bias else None
-        self.gate_up = declare("gate_up", (tp, None), 0.02)
-        self.down = declare("down", (None, tp), out_std)
-        self.gate_up_bias = declare("gate_up_bias", (tp,), "zeros") if moe.expert_bias else None
-        self.down_bias = declare("down_bias", (None,), "zeros") if moe.expert_bias else None
+        self.gate_up = declare(tensors.gate_up, (over, None), 0.02)
+        self.down = declare(tensors.down, (None, over), residual_std(config.num_hidden_layers))
+        self.gate_up_bias = declare(tensors.gate_up_bias, (over,), "zeros") if moe.expert_bias else None
+        self.down_bias = declare(tensors.down_bias, (None,), "zeros") if moe.expert_bias else None
         # Where tp deals tokens out, each rank passes its own through the whole of the shared experts: no sum.
         self.shared = (
-            MLP(config, plan, tuple(prefix + names.shared for prefix in prefixes), width, self.width_tp)
+            MLP(config, plan, tuple(prefix + names.shared for prefix in prefixes), width, over)
             if names.shared is not None and (width := moe.shared_intermediate_size)
             else None
         )
@@ -74,7 +78,7 @@ class MoE(nnx.Module):
         """Tokens [R, D] -> a partial sum of [R, D] over the axes of the width, `split` among them as in MLP."""
         bias = None if self.route_bias is None else self.route_bias[0]
         routing = route(x, self.route[0], bias, self.router)
-        real = _real_rows(x.shape[0], step)[:, None]
+        real = _real_rows(step)[:, None]
         slots = jnp.where(real, routing.experts, self.ranks * self.slots_per_rank)
         weights = jnp.where(real, routing.weights, 0.0)
         assert step.dispatch is not None
@@ -105,7 +109,7 @@ class MoE(nnx.Module):
             gate_up, gate_up_bias = slices(gate_up), None if gate_up_bias is None else slices(gate_up_bias)
         if down_bias is not None:
             # Every rank of the width adds its part of the sum, and only the first one this.
-            first = rank_index((*split, *(axis for axis in step.plan.width if self.width_tp > 1))) == 0
+            first = rank_index(step.plan.width_of("moe", step.phase)) == 0
             down_bias = jnp.where(first, down_bias, jnp.zeros_like(down_bias))
         activation = gated if self.clamp is None else _clamped(self.clamp)
 
@@ -124,8 +128,8 @@ def _clamped(clamp: ClampedSwiGLU) -> Activation:
     return activation
 
 
-def _real_rows(rows: int, step: StepContext) -> jax.Array:
-    """Which of the rank's `rows` hold a token: padding goes to no expert."""
+def _real_rows(step: StepContext) -> jax.Array:
+    """Which of the rank's rows [R] hold a token: padding goes to no expert."""
     plan, sublayer = step.plan, step.plan.sublayer("moe", step.phase)
     real = (step.positions >= 0).reshape(-1)
     if not sublayer.gather:
@@ -133,31 +137,34 @@ def _real_rows(rows: int, step: StepContext) -> jax.Array:
     return own_rows(real, sublayer.deal)
 
 
-def _expert_source(kind: str, prefix: str, expert: int, hidden: int, moe: MoEConfig, tp: int) -> Source:
-    """One expert's `kind` of weight, or zeros of its shape for an EMPTY slot."""
-    width, names = moe.intermediate_size, moe.tensors
-    rows = -(-width // tp)
-    fused = names.fused
-    if kind in ("gate_up", "gate_up_bias"):
-        is_bias = kind == "gate_up_bias"
-        shape: tuple[int, ...] = (width,) if is_bias else (width, hidden)
-        if expert == EMPTY:
-            return Source.zeros((2 * rows * tp, *shape[1:]))
-        tensors = tuple(_tensor(prefix, name, expert, is_bias) for name in (names.gate, names.up))
-        entries = tuple(Entry(expert, moe.num_experts, turn) for turn in (0, 1)) if fused else ()
-        return Source(tensors, (shape, shape), gate_up_blocks(width, tp), entries=entries)
-    is_bias = kind == "down_bias"
-    entries = (Entry(expert, moe.num_experts),) if fused else ()
-    tensors = (_tensor(prefix, names.down, expert, is_bias),)
-    if is_bias:
-        if expert == EMPTY:
-            return Source.zeros((hidden,))
-        return Source(tensors, ((hidden,),), (Block(0, 0, hidden),), entries=entries)
-    if expert == EMPTY:
-        return Source.zeros((hidden, rows * tp))
-    blocks = tuple(Block(0, rank * rows, rows) for rank in range(tp))
-    return Source(tensors, ((hidden, width),), blocks, dim=1, entries=entries)
+@dataclass(frozen=True)
+class _ExpertTensors:
+    """Where a checkpoint has the weights of one expert, whose width `tp` ranks split; `prefix` is that of its layer."""
 
+    moe: MoEConfig
+    hidden: int
+    tp: int
 
-def _tensor(prefix: str, name: str, expert: int, is_bias: bool) -> str:
-    return prefix + name.format(expert=expert) + ("_bias" if is_bias else "")
+    def gate_up(self, prefix: str, expert: int) -> Source:
+        return self._gate_up(prefix, expert, (self.moe.intermediate_size, self.hidden), "")
+
+    def gate_up_bias(self, prefix: str, expert: int) -> Source:
+        return self._gate_up(prefix, expert, (self.moe.intermediate_size,), "_bias")
+
+    def _gate_up(self, prefix: str, expert: int, shape: tuple[int, ...], kind: str) -> Source:
+        names = self.moe.tensors
+        gate, up = (prefix + name.format(expert=expert) + kind for name in (names.gate, names.up))
+        turns = (0, 1) if names.fused else ()
+        return gate_up_source(gate, up, shape, self.tp, tuple(self._entry(expert, turn) for turn in turns))
+
+    def down(self, prefix: str, expert: int) -> Source:
+        name = prefix + self.moe.tensors.down.format(expert=expert)
+        source = Source.padded(name, (self.hidden, self.moe.intermediate_size), self.tp, dim=1)
+        return replace(source, entries=(self._entry(expert),)) if self.moe.tensors.fused else source
+
+    def down_bias(self, prefix: str, expert: int) -> Source:
+        source = Source.whole(prefix + self.moe.tensors.down.format(expert=expert) + "_bias", (self.hidden,))
+        return replace(source, entries=(self._entry(expert),)) if self.moe.tensors.fused else source
+
+    def _entry(self, expert: int, turn: int | None = None) -> Entry:
+        return Entry(expert, self.moe.num_experts, turn)

@@ -10,7 +10,7 @@ from jaxpar.checkpoint.config import ModelConfig
 from jaxpar.heads import PADDED, HeadLayout
 from jaxpar.nn.context import StepContext
 from jaxpar.nn.linear import RowParallel, share_of
-from jaxpar.nn.weights import ZEROS, Block, Source, weight
+from jaxpar.nn.weights import ZEROS, Block, Source, residual_std, weight
 from jaxpar.plan import Plan
 
 
@@ -25,9 +25,8 @@ class OutputProjection(RowParallel):
         blocks = tuple(head_block(0, head, size) for head in heads.q_heads)
         columns = tuple(Source((f"{name}weight",), (shape,), blocks, dim=1) for name in names)
         biases = tuple(Source.whole(f"{name}bias", (config.hidden_size,)) for name in names)
-        std = 0.02 / (2 * config.num_hidden_layers) ** 0.5
         super().__init__(
-            weight(columns, (None, plan.width), dtype, std, stages),
+            weight(columns, (None, plan.width), dtype, residual_std(config.num_hidden_layers), stages),
             weight(biases, (None,), dtype, "zeros", stages) if config.o_bias else None,
         )
         self.q_local = heads.q_local

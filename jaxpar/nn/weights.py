@@ -66,11 +66,6 @@ class Source:
         return cls((tensor,), (shape,), (Block(0, 0, shape[0]),))
 
     @classmethod
-    def zeros(cls, shape: tuple[int, ...]) -> Source:
-        """Nothing that a checkpoint holds."""
-        return cls((), (shape,), (Block(ZEROS, 0, shape[0]),))
-
-    @classmethod
     def padded(cls, tensor: str, shape: tuple[int, ...], ranks: int, dim: int = 0) -> Source:
         """A tensor split evenly over `ranks` along `dim`, zeros after its end."""
         rows = -(-shape[dim] // ranks)
@@ -81,6 +76,11 @@ class Source:
         """The shape that the blocks make up."""
         size = sum(block.rows for block in self.blocks)
         return tuple(size if dim == self.dim else n for dim, n in enumerate(self.shapes[0]))
+
+    @property
+    def empty(self) -> Source:
+        """Zeros of the same shape, which no checkpoint holds."""
+        return Source((), (self.shape,), (Block(ZEROS, 0, self.shape[0]),))
 
     @property
     def stored(self) -> dict[str, tuple[int, ...]]:
@@ -133,6 +133,11 @@ def weight(
     return Weight(
         jax.ShapeDtypeStruct(shape, jnp.dtype(dtype)), spec=P(stages or None, *matrix), sources=sources, init=init
     )
+
+
+def residual_std(layers: int) -> float:
+    """Initial scale of weights that write to the residual stream of a model with so many layers (GPT-2)."""
+    return 0.02 / (2 * layers) ** 0.5
 
 
 def expert_weight(

@@ -10,25 +10,22 @@ row is dropped (`rounds.py`), unless `moe_capacity` bounds what a rank sends to 
 
 from __future__ import annotations
 
-from functools import partial
-
 import numpy as np
 
 from jaxpar.ledger.scope import nested
 from jaxpar.ledger.traffic import Traffic
-from jaxpar.moe.dispatch.messages import per_choice, per_rank
+from jaxpar.moe.dispatch.messages import counted_and_carried, planned
 from jaxpar.moe.dispatch.options import refused_option
 from jaxpar.moe.dispatch.rounds import ROUNDS, in_one_round, in_rounds, rounds_traffic
 from jaxpar.moe.dispatch.sizes import (
     SLACK,
     block_rows,
     buffer_rows,
-    carried_choices,
     even_copies,
     iterations,
     likely_copies,
 )
-from jaxpar.moe.inputs import BLOCKS, Dispatched, Inputs, sum_in_blocks
+from jaxpar.moe.inputs import BLOCKS, Dispatched, Inputs
 from jaxpar.plan import Plan
 from jaxpar.strategies import ExpertRows, Step, Strategy
 
@@ -36,11 +33,7 @@ from jaxpar.strategies import ExpertRows, Step, Strategy
 def run(x: Inputs, plan: Plan) -> Dispatched:
     """The rank's tokens through experts of all ranks of `plan.experts` -> [R, D] float32."""
     rows, choices = x.slots.shape
-    if plan.moe_deduplicate:
-        messages = per_rank(x, x.slots_per_rank, partial(sum_in_blocks, block=block_rows(rows, choices)))
-    else:
-        messages = per_choice(x)
-    buffer = _buffer(plan, rows, choices, x.slots_per_rank)
+    messages, buffer = planned(x, plan), _buffer(plan, rows, choices, x.slots_per_rank)
     if plan.moe_capacity:
         return in_one_round(x, messages, plan.experts, buffer)
     return Dispatched(in_rounds(x, messages, plan.experts, buffer))
@@ -48,12 +41,11 @@ def run(x: Inputs, plan: Plan) -> Dispatched:
 
 def traffic(step: Step) -> list[Traffic]:
     """In each layer an all-to-all of counts and the maximum of rounds; in each round one of rows each way."""
-    plan, slots = step.plan, step.slots_per_rank
+    plan = step.plan
     if not plan.experts:
         return []
-    counted, carried = (1, carried_choices(step.choices, slots)) if plan.moe_deduplicate else (slots, 0)
-    buffer = _buffer(plan, step.moe_rows, step.choices, slots)
-    return rounds_traffic(step, "all_to_all", plan.experts, buffer, counted, carried, _per(plan))
+    buffer = _buffer(plan, step.moe_rows, step.choices, step.slots_per_rank)
+    return rounds_traffic(step, "all_to_all", plan.experts, buffer, *counted_and_carried(step), _per(plan))
 
 
 def check(step: Step) -> str | None:

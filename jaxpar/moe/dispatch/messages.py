@@ -13,12 +13,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import jax
 import jax.numpy as jnp
 
-from jaxpar.moe.dispatch.sizes import carried_choices
-from jaxpar.moe.inputs import Inputs, local_choices, pack_routing, through_experts, unpack_routing
+from jaxpar.moe.dispatch.sizes import block_rows, carried_choices
+from jaxpar.moe.inputs import Inputs, local_choices, pack_routing, sum_in_blocks, through_experts, unpack_routing
+from jaxpar.plan import Plan
+from jaxpar.strategies import Step
 
 Message = tuple[jax.Array, ...]
 """Arrays [..., W] of as many messages."""
@@ -40,6 +43,22 @@ class Messages:
     pack: Callable[[jax.Array], Message]
     work: Callable[[Message, jax.Array], jax.Array]
     weights: jax.Array
+
+
+def planned(x: Inputs, plan: Plan) -> Messages:
+    """What the plan sends of a token to ranks of its experts."""
+    return per_rank(x, x.slots_per_rank, own_experts(x)) if plan.moe_deduplicate else per_choice(x)
+
+
+def counted_and_carried(step: Step) -> tuple[int, int]:
+    """Of `planned`: the counts that a rank has of each other's messages, and the choices that go with a row."""
+    slots = step.slots_per_rank
+    return (1, carried_choices(step.choices, slots)) if step.plan.moe_deduplicate else (slots, 0)
+
+
+def own_experts(x: Inputs) -> Callable[[Inputs], jax.Array]:
+    """Copies through the experts of the rank that has them, in blocks; `x` are the tokens of one rank."""
+    return partial(sum_in_blocks, block=block_rows(*x.slots.shape))
 
 
 def per_choice(x: Inputs) -> Messages:

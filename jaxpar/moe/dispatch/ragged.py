@@ -10,18 +10,16 @@ share and comes again. XLA:CPU has no such collective, and moves as many rows as
 
 from __future__ import annotations
 
-from functools import partial
-
 import jax
 import numpy as np
 
 from jaxpar.collectives import ragged_all_to_all
 from jaxpar.ledger.traffic import Traffic
-from jaxpar.moe.dispatch.messages import per_choice, per_rank
+from jaxpar.moe.dispatch.messages import counted_and_carried, planned
 from jaxpar.moe.dispatch.options import refused_option
 from jaxpar.moe.dispatch.routes import routes
-from jaxpar.moe.dispatch.sizes import block_rows, carried_choices, iterations
-from jaxpar.moe.inputs import BLOCKS, Dispatched, Inputs, sum_in_blocks
+from jaxpar.moe.dispatch.sizes import block_rows, iterations
+from jaxpar.moe.inputs import BLOCKS, Dispatched, Inputs
 from jaxpar.plan import Plan
 from jaxpar.strategies import ExpertRows, Step, Strategy
 
@@ -29,10 +27,7 @@ from jaxpar.strategies import ExpertRows, Step, Strategy
 def run(x: Inputs, plan: Plan) -> Dispatched:
     """The rank's tokens through experts of all ranks of `plan.experts` -> [R, D] float32."""
     axes, choices = plan.experts, x.slots.shape[1]
-    if plan.moe_deduplicate:
-        messages = per_rank(x, x.slots_per_rank, partial(sum_in_blocks, block=block_rows(len(x.x), choices)))
-    else:
-        messages = per_choice(x)
+    messages = planned(x, plan)
     room = jax.lax.axis_size(axes) * messages.most
     path = routes(messages.slots, messages.slots_per_rank, axes)
     there, back = path.pieces(axes)
@@ -45,11 +40,11 @@ def run(x: Inputs, plan: Plan) -> Dispatched:
 
 def traffic(step: Step) -> list[Traffic]:
     """In each layer an all-to-all of counts and one of offsets; rows each way, with `moe_deduplicate` their choices."""
-    plan, slots = step.plan, step.slots_per_rank
+    plan = step.plan
     if not plan.experts:
         return []
     scope, axes, layers, ranks = ("moe_dispatch", "ragged"), plan.experts, step.moe_layers, step.ranks(plan.experts)
-    counted, carried = (1, carried_choices(step.choices, slots)) if plan.moe_deduplicate else (slots, 0)
+    counted, carried = counted_and_carried(step)
     rows = min(step.moe_rows * step.choices, _room(step))
     found = [
         step.sends(scope, "all_to_all", axes, layers, ranks * counted * 4),

@@ -14,7 +14,6 @@ sends less. A node is `devices_per_node` consecutive ranks of the mesh; an axis 
 from __future__ import annotations
 
 import math
-from functools import partial
 from typing import NamedTuple
 
 import jax
@@ -23,7 +22,7 @@ import numpy as np
 from jaxpar.ledger.scope import nested
 from jaxpar.ledger.traffic import Traffic
 from jaxpar.mesh import AXES
-from jaxpar.moe.dispatch.messages import per_rank
+from jaxpar.moe.dispatch.messages import own_experts, per_rank
 from jaxpar.moe.dispatch.options import refused_option
 from jaxpar.moe.dispatch.rounds import ROUNDS, in_rounds, rounds_traffic
 from jaxpar.moe.dispatch.sizes import (
@@ -34,7 +33,7 @@ from jaxpar.moe.dispatch.sizes import (
     iterations,
     likely_copies,
 )
-from jaxpar.moe.inputs import BLOCKS, Dispatched, Inputs, sum_in_blocks
+from jaxpar.moe.inputs import BLOCKS, Dispatched, Inputs
 from jaxpar.plan import Plan
 from jaxpar.strategies import ExpertRows, Step, Strategy
 
@@ -70,7 +69,7 @@ def run(x: Inputs, plan: Plan) -> Dispatched:
     (across, inside, _), (rows, choices) = levels(plan), x.slots.shape
     buffer, inner_buffer = _buffers(plan, rows, choices, x.slots_per_rank)
 
-    through_own = partial(sum_in_blocks, block=block_rows(rows, choices))
+    through_own = own_experts(x)
 
     def in_node(arrived: Inputs) -> jax.Array:
         return in_rounds(arrived, per_rank(arrived, x.slots_per_rank, through_own), inside, inner_buffer)
