@@ -21,8 +21,9 @@ from typing import Any
 
 import numpy as np
 import torch
-from oracle_specs import SPECS, Spec
+from oracle_specs import SPECS
 from routing_margin import routing_margins
+from spec import Spec
 from torch.overrides import TorchFunctionMode
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import logging

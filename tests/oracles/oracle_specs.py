@@ -1,53 +1,10 @@
-"""What each oracle is: an architecture, awkward sizes, how it is stored, and what of it must show in the logits."""
+"""The oracles: an architecture each, awkward sizes, how it is stored, and what of it must show in the logits."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Any
-
 import torch
-
-FULL, SLIDING = "full_attention", "sliding_attention"
-
-
-@dataclass(frozen=True)
-class Spec:
-    """One oracle.
-
-    `config` is given to transformers, `config_edits` to the written config.json. The file is written as transformers 5
-    does, or with the keys that most files on the hub have (`hub_dialect`). `must_show` lists changes of the written
-    config that have to move the logits. `gguf`, if given, names the storage type of each tensor of a GGUF file.
-    """
-
-    summary: str
-    config: dict[str, Any]
-    dtype: torch.dtype = torch.float32
-    hub_dialect: bool = False
-    config_edits: dict[str, Any] = field(default_factory=dict)
-    max_shard_size: str = "1GB"
-    must_show: tuple[dict[str, Any], ...] = ()
-    gguf: Callable[[str], str] | None = None
-
-
-def decoder(
-    model_type: str, hidden: int, ffn: int, layers: int, heads: tuple[int, int], vocab: int, theta: float, **more: Any
-) -> dict[str, Any]:
-    """A config.json of `heads` = (query, KV); `theta` is the rotary base, unless `more` has `rope_parameters`."""
-    return {
-        "model_type": model_type,
-        "vocab_size": vocab,
-        "hidden_size": hidden,
-        "intermediate_size": ffn,
-        "num_hidden_layers": layers,
-        "num_attention_heads": heads[0],
-        "num_key_value_heads": heads[1],
-        "max_position_embeddings": 128,
-        "rms_norm_eps": 1e-5,
-        "bos_token_id": 1,
-        "eos_token_id": 2,
-        "rope_parameters": {"rope_type": "default", "rope_theta": theta},
-    } | more
+from expert_specs import EXPERT_SPECS
+from spec import FULL, SLIDING, YARN, Spec, decoder
 
 
 def mixed_gguf(name: str) -> str:
@@ -65,7 +22,6 @@ LLAMA3_ROPE = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 64,
 }
-YARN = {"rope_type": "yarn", "rope_theta": 1e3, "factor": 4.0, "original_max_position_embeddings": 16}
 YARN_ALL = {
     "type": "yarn",
     "factor": 8.0,
@@ -199,200 +155,6 @@ SPECS: dict[str, Spec] = {
             for left_out in ("beta_fast", "beta_slow", "mscale", "truncate")
         ),
     ),
-    "mixtral": Spec(
-        "6 experts, 2 a token; 9 query / 3 KV heads, stored in bfloat16, sharded files, hub dialect",
-        decoder(
-            "mixtral", 72, 44, 2, (9, 3), 101, 1e6, num_local_experts=6, num_experts_per_tok=2, sliding_window=None
-        ),
-        dtype=torch.bfloat16,
-        hub_dialect=True,
-        max_shard_size="100KB",
-        must_show=({"num_experts_per_tok": 3}, {"sliding_window": 5}),
-    ),
-    "qwen3_moe": Spec(
-        "8 experts, 3 a token, their weights renormalised; 6 query / 3 KV heads, tied embeddings",
-        decoder(
-            "qwen3_moe",
-            40,
-            64,
-            2,
-            (6, 3),
-            103,
-            1e4,
-            head_dim=12,
-            num_experts=8,
-            num_experts_per_tok=3,
-            moe_intermediate_size=36,
-            norm_topk_prob=True,
-            tie_word_embeddings=True,
-        ),
-        must_show=({"norm_topk_prob": False}, {"num_experts_per_tok": 2}),
-    ),
-    "qwen3_moe_dense": Spec(
-        "12 experts, 4 a token, weights as they are, in layer 1 of 4 alone (decoder_sparse_step, mlp_only_layers), "
-        "hub dialect",
-        decoder(
-            "qwen3_moe",
-            40,
-            76,
-            4,
-            (5, 1),
-            107,
-            1e4,
-            head_dim=8,
-            num_experts=12,
-            num_experts_per_tok=4,
-            moe_intermediate_size=28,
-            norm_topk_prob=False,
-            decoder_sparse_step=2,
-            mlp_only_layers=[3],
-        ),
-        hub_dialect=True,
-        must_show=({"norm_topk_prob": True}, {"num_experts_per_tok": 3}),
-    ),
-    "deepseek_v2": Spec(
-        "latent attention with 5 heads, no query latent; 8 experts, 3 a token, of 2 of 4 groups; 2 shared; hub dialect",
-        decoder(
-            "deepseek_v2",
-            40,
-            68,
-            2,
-            (5, 5),
-            101,
-            1e4,
-            q_lora_rank=None,
-            kv_lora_rank=20,
-            qk_nope_head_dim=10,
-            qk_rope_head_dim=8,
-            v_head_dim=12,
-            n_routed_experts=8,
-            num_experts_per_tok=3,
-            moe_intermediate_size=28,
-            n_shared_experts=2,
-            topk_method="group_limited_greedy",
-            n_group=4,
-            topk_group=2,
-            routed_scaling_factor=1.5,
-        ),
-        hub_dialect=True,
-        must_show=({"topk_method": "greedy"}, {"topk_group": 3}, {"routed_scaling_factor": 1.0}),
-    ),
-    "deepseek_v2_dense": Spec(
-        "latent attention without experts: 9 heads, values larger than keys, no query latent, stored in bfloat16, hub "
-        "dialect",
-        decoder(
-            "deepseek_v2",
-            54,
-            68,
-            2,
-            (9, 9),
-            107,
-            1e4,
-            q_lora_rank=None,
-            kv_lora_rank=24,
-            qk_nope_head_dim=6,
-            qk_rope_head_dim=8,
-            v_head_dim=18,
-            n_routed_experts=4,
-            num_experts_per_tok=2,
-            first_k_dense_replace=2,
-        ),
-        dtype=torch.bfloat16,
-        hub_dialect=True,
-    ),
-    "deepseek_v3": Spec(
-        "latent attention with 6 heads, yarn with both mscales; 12 experts, 3 a token, of 2 of 4 groups; 1 shared; "
-        "layer 0 dense",
-        decoder(
-            "deepseek_v3",
-            48,
-            68,
-            3,
-            (6, 6),
-            103,
-            0.0,
-            rms_norm_eps=1e-2,  # which the norms of latents do not follow
-            rope_parameters=YARN | {"mscale": 1.5, "mscale_all_dim": 0.7, "beta_fast": 2.0, "beta_slow": 0.5},
-            q_lora_rank=28,
-            kv_lora_rank=20,
-            qk_nope_head_dim=10,
-            qk_rope_head_dim=8,
-            v_head_dim=12,
-            n_routed_experts=12,
-            num_experts_per_tok=3,
-            moe_intermediate_size=20,
-            n_shared_experts=1,
-            n_group=4,
-            topk_group=2,
-            routed_scaling_factor=2.5,
-            first_k_dense_replace=1,
-        ),
-        must_show=(
-            {"topk_group": 3},
-            {"norm_topk_prob": False},
-            {"routed_scaling_factor": 1.0},
-            {"rope_interleave": False},
-            {"rms_norm_eps": 1e-6},
-            {"rope_parameters": {"rope_type": "default", "rope_theta": 1e3}},
-            {"rope_parameters": YARN | {"mscale": 0.7, "mscale_all_dim": 0.7, "beta_fast": 2.0, "beta_slow": 0.5}},
-            {"rope_parameters": YARN | {"mscale": 1.5, "beta_fast": 2.0, "beta_slow": 0.5}},
-        ),
-    ),
-    "deepseek_v3_dense": Spec(
-        "latent attention without experts: 6 heads, yarn with both mscales",
-        decoder(
-            "deepseek_v3",
-            48,
-            68,
-            2,
-            (6, 6),
-            109,
-            0.0,
-            rms_norm_eps=1e-2,  # which the norms of latents do not follow
-            rope_parameters=YARN | {"mscale": 1.5, "mscale_all_dim": 0.7, "beta_fast": 2.0, "beta_slow": 0.5},
-            q_lora_rank=28,
-            kv_lora_rank=20,
-            qk_nope_head_dim=10,
-            qk_rope_head_dim=8,
-            v_head_dim=12,
-            n_routed_experts=4,
-            num_experts_per_tok=2,
-            n_group=2,
-            topk_group=1,
-            first_k_dense_replace=2,
-        ),
-        must_show=(
-            {"rope_interleave": False},
-            {"rms_norm_eps": 1e-6},
-            {"rope_parameters": YARN | {"mscale": 1.5, "beta_fast": 2.0, "beta_slow": 0.5}},
-        ),
-    ),
-    "gpt_oss": Spec(
-        "sinks, a window of 5 in layers 0 and 2 of 3, yarn, biases; 6 fused experts, 2 a token, clamped at 1.25",
-        decoder(
-            "gpt_oss",
-            48,
-            28,
-            3,
-            (6, 2),
-            97,
-            0.0,
-            rope_parameters=YARN | {"truncate": False, "beta_fast": 2.0, "beta_slow": 0.5},
-            head_dim=12,
-            num_local_experts=6,
-            num_experts_per_tok=2,
-            sliding_window=5,
-            swiglu_limit=1.25,
-        ),
-        must_show=(
-            {"swiglu_limit": 7.0},
-            {"swiglu_alpha": 1.0},
-            {"num_experts_per_tok": 3},
-            {"sliding_window": 4},
-            {"layer_types": [FULL, SLIDING, FULL]},
-            {"rope_parameters": YARN | {"truncate": True, "beta_fast": 2.0, "beta_slow": 0.5}},
-        ),
-    ),
     "llama_gguf": Spec(
         "GGUF: 6 query / 3 KV heads, F32, F16 and Q8_0 tensors, an `output.weight` of its own",
         decoder("llama", 96, 160, 2, (6, 3), 101, 1e4),
@@ -404,4 +166,4 @@ SPECS: dict[str, Spec] = {
         decoder("llama", 96, 96, 2, (6, 2), 97, 1e5, tie_word_embeddings=True),
         gguf=mixed_gguf,
     ),
-}
+} | EXPERT_SPECS
