@@ -159,4 +159,4 @@ class Automatic:
         x = jnp.take_along_axis(x.reshape(lanes, tokens, -1), batch.last[:, None, None], axis=1)[:, 0]
         scores = local_logits(x, model.head_weight[...], config.vocab_size, ())
         token, logprob = sample(scores, config.vocab_size, (), batch.options, sampled=False)
-        return Cache(planes, store.positions_plane), StepOutput(token, logprob, None)
+        return Cache(planes, store.positions_plane), StepOutput(token, logprob, None, None, None)

@@ -25,6 +25,7 @@ from jaxpar.checkpoint.config import ModelConfig
 from jaxpar.collectives import rank_index
 from jaxpar.layout import owner
 from jaxpar.moe.bind import bound as dispatched
+from jaxpar.moe.record import all_dropped, all_loads
 from jaxpar.nn.context import StepContext
 from jaxpar.nn.decoder import Decoder
 from jaxpar.nn.rope import angles
@@ -57,13 +58,15 @@ class StepBatch(NamedTuple):
 class StepOutput(NamedTuple):
     """`token` and `logprob` [B], the same on every rank of a replica; or `logits` [B, T, V padded].
 
-    `dropped` [ranks that dispatch tokens of their own] counts the rows that the plan's `moe_capacity` had no room for;
-    None where nothing is dropped.
+    Of each rank that dispatches tokens of its own, `loads` [ranks, MoE layers, E] are the choices that each expert got
+    of them, None without experts, and `dropped` [ranks] the rows that the plan's `moe_capacity` had no room for, None
+    where nothing is dropped.
     """
 
     token: Any
     logprob: Any
     logits: Any
+    loads: Any
     dropped: Any
 
 
@@ -188,13 +191,15 @@ class Programs:
 
     def _out_specs(self, phase: Phase, logits: bool) -> tuple[Cache, StepOutput]:
         lanes = P(self.plan.requests or None)
-        # What is dropped is counted rank by rank, and added up on the host.
-        dropped = P(self.plan.routed(phase)) if self._drops else None
+        # Ranks count for themselves, and the host adds up.
+        ranks = P(self.plan.routed(phase) or None)
+        has_experts = self.config.moe is not None and any(self.config.moe.layers)
+        loads, dropped = ranks if has_experts else None, ranks if self._drops else None
         if logits:
             tokens = self.batch_specs(phase).tokens
             all_logits = P(*tokens, self.plan.width or None)
-            return self.cache_specs(), StepOutput(None, None, all_logits, dropped)
-        return self.cache_specs(), StepOutput(lanes, lanes, None, dropped)
+            return self.cache_specs(), StepOutput(None, None, all_logits, loads, dropped)
+        return self.cache_specs(), StepOutput(lanes, lanes, None, loads, dropped)
 
     def _local_step(
         self, weights: Weights, cache: Cache, batch: StepBatch, phase: Phase, logits: bool, sampled: bool
@@ -222,9 +227,10 @@ class Programs:
             plan, phase, batch.positions, cos, sin, store, attention, query_axes, dispatch, run["all_reduce"]
         )
         x = run["embedding"](batch.tokens.reshape(-1), model.embedding[...], sublayer)
-        x, planes, dropped = model(x, cache.planes, step)
-        if dropped is not None:
-            dropped = dropped[None]
+        x, planes, records = model(x, cache.planes, step)
+        loads, dropped = (
+            None if counts is None else counts[None] for counts in (all_loads(records), all_dropped(records))
+        )
         cache = Cache(planes, store.positions_plane)
         if logits:
             x = all_tokens(x, lanes * tokens, sublayer)
@@ -232,9 +238,9 @@ class Programs:
             x = last_tokens(x, batch.last, tokens, sublayer, plan.slices(phase))
         scores = run["head"](x, model.head_weight[...], config.vocab_size, plan.width)
         if logits:
-            return cache, StepOutput(None, None, scores.reshape(lanes, tokens, -1), dropped)
+            return cache, StepOutput(None, None, scores.reshape(lanes, tokens, -1), loads, dropped)
         token, logprob = run["sampling"](scores, config.vocab_size, plan.width, batch.options, sampled)
-        return cache, StepOutput(token, logprob, None, dropped)
+        return cache, StepOutput(token, logprob, None, loads, dropped)
 
 
 def _no_keys(planes: list[list[Plane]], plan: Plan, pages: int) -> Cache:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import itertools
 from typing import Any
 
+import numpy as np
 import pytest
 from oracle_checks import assert_logits, assert_tokens
 from oracle_data import EXPERT_ORACLES, load_oracle
-from sample_models import oracle_runner
+from sample_models import open_session, oracle_runner
 
 from jaxpar.registry import STRATEGIES
+from jaxpar.runner import Runner
 
 pytestmark = pytest.mark.usefixtures("unwritten_pages_are_nan")
 DISPATCHES = [s.name for s in STRATEGIES if s.sublayer == "moe_dispatch" and s.axes]
@@ -56,6 +58,23 @@ def test_one_device_has_the_logits_and_tokens_of_transformers(name: str) -> None
 @pytest.mark.parametrize(("name", "plan", "dispatch"), CHOICE)
 def test_every_rank_has_the_logits_and_tokens_of_transformers(name: str, plan: str, dispatch: str) -> None:
     assert_dispatched(name, plan, dispatch)
+
+
+def prefill_loads(runner: Runner, prompts: list[list[int]]) -> np.ndarray:
+    """The choices that each expert got of the prompts' tokens, over all ranks [layers, experts]."""
+    chunks = open_session(runner, prompts, 1).prefill()
+    return np.sum([np.asarray(chunk.output.loads).sum(axis=0) for chunk in chunks], axis=0)
+
+
+@pytest.mark.parametrize("plan", ["width over tp", "over all", "over dp, cp and a split residual"])
+def test_the_loads_of_experts_count_each_choice_of_each_token_once(plan: str) -> None:
+    prompts, (mesh, fields) = load_oracle("qwen3_moe").prompts, PLANS[plan]
+    found = prefill_loads(oracle_runner("qwen3_moe", mesh, page_size=5, **fields), prompts)
+    one_device = oracle_runner("qwen3_moe", "tp=1", page_size=5)
+    np.testing.assert_array_equal(found, prefill_loads(one_device, prompts))
+    moe = one_device.config.moe
+    assert moe is not None
+    assert (found.sum(axis=1) == sum(map(len, prompts)) * moe.router.top_k).all()
 
 
 @pytest.mark.full

@@ -54,7 +54,7 @@ def drawn(seed: int, router: RouterConfig) -> tuple[np.ndarray, np.ndarray, np.n
 
 def reference(x: np.ndarray, weight: np.ndarray, bias: np.ndarray | None, router: RouterConfig) -> Routing:
     """The same, token by token in float64."""
-    experts, weights = [], []
+    experts, weights, all_scores = [], [], []
     for token in x.astype(np.float64):
         logits = weight.astype(np.float64) @ token
         if router.bias == "logits":
@@ -75,7 +75,8 @@ def reference(x: np.ndarray, weight: np.ndarray, bias: np.ndarray | None, router
             chosen_scores = chosen_scores / (chosen_scores.sum() + 1e-20)
         experts.append(chosen)
         weights.append(chosen_scores * router.routed_scaling_factor)
-    return Routing(np.array(experts), np.array(weights))
+        all_scores.append(scores)
+    return Routing(np.array(experts), np.array(weights), np.array(all_scores))
 
 
 def routed(x: Any, weight: Any, bias: Any, router: RouterConfig, dtype: Any = jnp.float32) -> Routing:
@@ -95,6 +96,7 @@ def test_every_kind_of_router_chooses_and_weighs_as_its_definition_says(kind: st
     assert (found.experts.dtype, found.weights.dtype) == (jnp.int32, jnp.float32)
     np.testing.assert_array_equal(found.experts, expected.experts)
     np.testing.assert_allclose(found.weights, expected.weights, rtol=1e-5)
+    np.testing.assert_allclose(found.scores, expected.scores, rtol=1e-5)
 
 
 @given(st.integers(0, 2**32 - 1), st.sampled_from(sorted(KINDS)))
@@ -180,9 +182,7 @@ def test_a_rank_routes_its_tokens_as_one_device_routes_them_all(kind: str) -> No
     mesh = make_mesh(spec, ensure_devices(spec))
     x, weight, bias = (None if v is None else jnp.asarray(v, jnp.float32) for v in drawn(3, router))
     tokens = P(("dp", "ep"))
-    local = jax.shard_map(
-        lambda x: route(x, weight, bias, router), mesh=mesh, in_specs=tokens, out_specs=Routing(tokens, tokens)
-    )
+    local = jax.shard_map(lambda x: route(x, weight, bias, router), mesh=mesh, in_specs=tokens, out_specs=tokens)
     found, expected = jax.jit(local)(x), routed(x, weight, bias, router)
     np.testing.assert_array_equal(found.experts, expected.experts)
     np.testing.assert_allclose(found.weights, expected.weights, rtol=1e-6)

@@ -20,10 +20,14 @@ _TINY = 1e-20
 
 
 class Routing(NamedTuple):
-    """Of each token the experts that it goes to, best first, and their weights: [T, k] int32 and [T, k] float32."""
+    """Of each token the experts that it goes to, best first, and their weights: [T, k] int32 and [T, k] float32.
+
+    `scores` [T, E] float32 are those of all experts, before groups and corrections.
+    """
 
     experts: jax.Array
     weights: jax.Array
+    scores: jax.Array
 
 
 def route(x: jax.Array, weight: jax.Array, bias: jax.Array | None, router: RouterConfig) -> Routing:
@@ -47,7 +51,7 @@ def route(x: jax.Array, weight: jax.Array, bias: jax.Array | None, router: Route
         weights = jnp.take_along_axis(scores, experts, axis=1)
         if router.norm_topk_prob:
             weights = weights / (weights.sum(axis=1, keepdims=True) + _TINY)
-        return Routing(experts, weights * router.routed_scaling_factor)
+        return Routing(experts, weights * router.routed_scaling_factor, scores)
 
 
 def _best_groups(choice: jax.Array, router: RouterConfig) -> jax.Array:

@@ -12,6 +12,7 @@ from jaxpar.attention.cache import Planes
 from jaxpar.checkpoint.config import ModelConfig
 from jaxpar.collectives import enter, leave
 from jaxpar.errors import PlanError
+from jaxpar.moe.record import LayerRecord
 from jaxpar.nn.attention import Attention
 from jaxpar.nn.context import StepContext
 from jaxpar.nn.linear import rms_norm
@@ -34,8 +35,8 @@ class Slot(nnx.Module):
         self.ffn_norm = _norm(config, plan, layers, "post_attention_layernorm")
         self.ffn = _ffn(config, plan, layers)
 
-    def __call__(self, x: jax.Array, planes: Planes, step: StepContext) -> tuple[jax.Array, Planes, jax.Array | None]:
-        """Residual rows [R, D] and the layer's cache -> both after this layer, and what its dispatch dropped."""
+    def __call__(self, x: jax.Array, planes: Planes, step: StepContext) -> tuple[jax.Array, Planes, LayerRecord | None]:
+        """Residual rows [R, D] and the layer's cache -> both after this layer, and the record of its experts."""
         plan, phase, tokens = step.plan, step.phase, step.positions.size
         sublayer = plan.sublayer("attention", phase)
         with jax.named_scope(f"attention:{plan.all_reduce}"):
@@ -48,8 +49,8 @@ class Slot(nnx.Module):
             h = enter(rms_norm(x, self.ffn_norm[0], self.eps), sublayer, tokens)
             split = tuple(axis for axis in plan.width_of(name, phase) if axis not in plan.width)
             if isinstance(self.ffn, MoE):
-                part, dropped = self.ffn(h, split, step)
-                return x + leave(part, sublayer, step.all_reduce)[: x.shape[0]], planes, dropped
+                part, record = self.ffn(h, split, step)
+                return x + leave(part, sublayer, step.all_reduce)[: x.shape[0]], planes, record
             x = x + self.ffn.down.add_bias(leave(self.ffn(h, split), sublayer, step.all_reduce))
         return x, planes, None
 
@@ -96,18 +97,15 @@ class Decoder(nnx.Module):
 
     def __call__(
         self, x: jax.Array, planes: list[Planes], step: StepContext
-    ) -> tuple[jax.Array, list[Planes], jax.Array | None]:
-        """Embedded tokens [T, D] and the cache -> hidden states after the final norm, the cache, what was dropped.
-
-        That is the sum over layers that count it, None where none does.
-        """
-        updated, counts = [], []
+    ) -> tuple[jax.Array, list[Planes], list[LayerRecord]]:
+        """Embedded tokens [T, D] and the cache -> hidden states after the final norm, the cache, records of experts."""
+        updated, records = [], []
         for index, (slot, slot_planes) in enumerate(zip(self.slots, planes, strict=True)):
             with jax.named_scope(f"layer_{index}"):
-                x, slot_planes, dropped = slot(x, slot_planes, step)
+                x, slot_planes, record = slot(x, slot_planes, step)
             updated.append(slot_planes)
-            counts += [] if dropped is None else [dropped]
-        return rms_norm(x, self.norm[...], self.eps), updated, sum(counts[1:], counts[0]) if counts else None
+            records += [] if record is None else [record]
+        return rms_norm(x, self.norm[...], self.eps), updated, records
 
 
 def _norm(config: ModelConfig, plan: Plan, layers: tuple[int, ...], name: str) -> Weight:

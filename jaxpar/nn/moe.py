@@ -20,7 +20,8 @@ from jaxpar.checkpoint.config import ClampedSwiGLU, ModelConfig, MoEConfig
 from jaxpar.collectives import rank_index
 from jaxpar.collectives.exchange import own_rows
 from jaxpar.moe.grouped import Activation, expert_ffn
-from jaxpar.moe.inputs import Dispatched, Experts, Inputs
+from jaxpar.moe.inputs import Experts, Inputs
+from jaxpar.moe.record import LayerRecord, record
 from jaxpar.moe.router import route
 from jaxpar.moe.slots import EMPTY, experts_in_slots
 from jaxpar.nn.context import StepContext
@@ -74,17 +75,18 @@ class MoE(nnx.Module):
             else None
         )
 
-    def __call__(self, x: jax.Array, split: tuple[str, ...], step: StepContext) -> Dispatched:
+    def __call__(self, x: jax.Array, split: tuple[str, ...], step: StepContext) -> tuple[jax.Array, LayerRecord]:
         """Tokens [R, D] -> a partial sum of [R, D] over the axes of the width, `split` among them as in MLP."""
         bias = None if self.route_bias is None else self.route_bias[0]
         routing = route(x, self.route[0], bias, self.router)
-        real = _real_rows(step)[:, None]
-        slots = jnp.where(real, routing.experts, self.ranks * self.slots_per_rank)
-        weights = jnp.where(real, routing.weights, 0.0)
+        real = _real_rows(step)
+        slots = jnp.where(real[:, None], routing.experts, self.ranks * self.slots_per_rank)
+        weights = jnp.where(real[:, None], routing.weights, 0.0)
         assert step.dispatch is not None
         done = step.dispatch(Inputs(x, slots, weights, self._experts(split, step), self.slots_per_rank))
         out = done.rows.astype(x.dtype)
-        return Dispatched(out if self.shared is None else out + self.shared(x, split), done.dropped)
+        out = out if self.shared is None else out + self.shared(x, split)
+        return out, record(routing, real, done.dropped)
 
     def _experts(self, split: tuple[str, ...], step: StepContext) -> Experts:
         """The experts in this rank's slots, of a slice of their width where ranks of `split` share it."""
