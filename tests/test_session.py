@@ -74,7 +74,7 @@ def test_requests_are_spread_evenly_and_lanes_are_the_same_on_every_replica(coun
 
 
 def test_nothing_compiles_after_a_warm_up_over_the_buckets(model: Path, compiled: list[str]) -> None:
-    runner = jaxpar.load(model, mesh="dp=2,tp=2", chunk=4, page_size=8)
+    runner = jaxpar.load(model, mesh="dp=2,cp=2", chunk=4, page_size=4)
 
     def run(lengths: tuple[int, ...], new_tokens: int) -> None:
         rows = [np.arange(length) % 97 for length in lengths]

@@ -60,7 +60,9 @@ class MoE(nnx.Module):
 
         def of_router(name: str, shape: tuple[int, ...], init: float | str) -> Weight:
             sources = tuple(Source.whole(prefix + name, shape) for prefix in prefixes)
-            return weight(sources, (None,) * len(shape), dtype, init, stages)
+            # Published in float32 where they correct the choice: rounded, near-ties would fall otherwise.
+            kept = "float32" if name == names.router_bias else dtype
+            return weight(sources, (None,) * len(shape), kept, init, stages)
 
         self.route = of_router(names.router, (moe.num_experts, hidden), 0.02)
         self.route_bias = of_router(names.router_bias, (moe.num_experts,), "zeros") if names.router_bias else None
