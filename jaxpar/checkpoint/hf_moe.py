@@ -17,13 +17,13 @@ _MIXTRAL = MoETensors(
     up="block_sparse_moe.experts.{expert}.w3.weight",
     down="block_sparse_moe.experts.{expert}.w2.weight",
 )
-_QWEN3 = MoETensors(
+QWEN3_TENSORS = MoETensors(
     router="mlp.gate.weight",
     gate="mlp.experts.{expert}.gate_proj.weight",
     up="mlp.experts.{expert}.up_proj.weight",
     down="mlp.experts.{expert}.down_proj.weight",
 )
-_DEEPSEEK_V2 = replace(_QWEN3, shared="mlp.shared_experts.")
+_DEEPSEEK_V2 = replace(QWEN3_TENSORS, shared="mlp.shared_experts.")
 _DEEPSEEK_V3 = replace(_DEEPSEEK_V2, router_bias="mlp.gate.e_score_correction_bias")
 _GPT_OSS = MoETensors(
     router="mlp.router.weight",
@@ -65,7 +65,7 @@ def _qwen3_moe(fields: Fields, layers: int) -> MoEConfig:
         intermediate_size=fields.integer("moe_intermediate_size", 768, maximum=MAX_WIDTH),
         layers=tuple(layer not in dense and (layer + 1) % every == 0 for layer in range(layers)),
         router=RouterConfig(_top_k(fields, experts, 8), norm_topk_prob=fields.boolean("norm_topk_prob", False)),
-        tensors=_QWEN3,
+        tensors=QWEN3_TENSORS,
     )
 
 

@@ -18,7 +18,7 @@ import jax
 import numpy as np
 from safetensors.numpy import save
 
-from jaxpar.checkpoint.config import MLAConfig, ModelConfig, RopeConfig
+from jaxpar.checkpoint.config import MLAConfig, ModelConfig, MoEConfig, RopeConfig
 from jaxpar.checkpoint.files import one_line
 from jaxpar.checkpoint.load import pieces
 from jaxpar.checkpoint.safetensors_reader import DTYPES, SINGLE_FILE
@@ -31,9 +31,13 @@ _ARCHITECTURES = {
     "mistral": "MistralForCausalLM",
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
+    "mixtral": "MixtralForCausalLM",
+    "qwen3_moe": "Qwen3MoeForCausalLM",
     "deepseek_v2": "DeepseekV2ForCausalLM",
     "deepseek_v3": "DeepseekV3ForCausalLM",
 }
+SAVED_EXPERTS = ("mixtral", "qwen3_moe")
+"""Architectures whose experts can be written."""
 _LATENT_FIELDS = ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
 _ROPE_FIELDS = {
     "default": (),
@@ -164,7 +168,27 @@ def config_document(config: ModelConfig) -> dict[str, Any]:
     elif window is not None:
         kinds = ["full_attention" if size is None else "sliding_attention" for size in config.windows]
         document |= {"use_sliding_window": True, "sliding_window": window, "layer_types": kinds}
+    if config.moe is not None or config.model_type in SAVED_EXPERTS:
+        document |= _expert_document(config, config.moe)
     return document if config.mla is None else document | _latent_document(config, config.mla)
+
+
+def _expert_document(config: ModelConfig, moe: MoEConfig | None) -> dict[str, Any]:
+    """The experts, or that no layer of an architecture that may have some has any."""
+    if config.model_type not in SAVED_EXPERTS:
+        raise CheckpointError(f"experts of {config.model_type} cannot be written: choose {' or '.join(SAVED_EXPERTS)}")
+    if moe is None:
+        return {"mlp_only_layers": list(range(config.num_hidden_layers))}
+    if config.model_type == "mixtral":
+        return {"num_local_experts": moe.num_experts, "num_experts_per_tok": moe.router.top_k}
+    return {
+        "num_experts": moe.num_experts,
+        "num_experts_per_tok": moe.router.top_k,
+        "moe_intermediate_size": moe.intermediate_size,
+        "norm_topk_prob": moe.router.norm_topk_prob,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [layer for layer, has_experts in enumerate(moe.layers) if not has_experts],
+    }
 
 
 def _latent_document(config: ModelConfig, mla: MLAConfig) -> dict[str, Any]:
