@@ -24,7 +24,8 @@ class Step:
 
     `lanes` requests of a replica, `tokens` new tokens of each on a rank, `keys` positions of each that the rank has
     cached, at most (its page table's width). `logits` says whether logits of every token come out (`Runner.logits`),
-    `sampled` whether tokens are drawn by temperature, top-k and top-p instead of the greedy choice.
+    `sampled` whether tokens are drawn by temperature, top-k and top-p instead of the greedy choice, `differentiated`
+    whether it is the forward pass of a training step.
     """
 
     config: ModelConfig
@@ -35,6 +36,7 @@ class Step:
     keys: int
     logits: bool = False
     sampled: bool = False
+    differentiated: bool = False
 
     @property
     def rows(self) -> int:
@@ -90,6 +92,15 @@ class Step:
         sublayer = self.plan.sublayer("moe", self.phase)
         rows = self.rows if sublayer.gather else -(-self.rows // self.ranks(self.plan.row_slices(self.phase)))
         return -(-rows // self.ranks(sublayer.deal))
+
+    @property
+    def routed(self) -> tuple[str, ...]:
+        """The axes whose ranks agree on how often a dispatch runs.
+
+        Those over which the types of tokens vary: in training also tp, each rank of which has a copy of its own.
+        """
+        copies = self.plan.width if self.differentiated else ()
+        return self.plan.active((*self.plan.routed(self.phase), *copies))
 
     def width_share(self, sublayer: SublayerName, width: int) -> int:
         """The columns of a hidden layer of `width` that a rank computes, padding included."""
@@ -155,6 +166,8 @@ class Strategy:
     which a rank projects only a share of its query heads; and `share`, what each rank of cp attends to, of which the
     ledger makes its FLOPs and its work. Dispatch to experts has `expert_rows`, what a rank's experts get, and where it
     runs in loops `rounds`: the iterations of each in a layer, from the share of its load [P] that each rank has.
+
+    `backward` is the closed form of what its derivative sends; None: it cannot be differentiated, or never is.
     """
 
     name: str
@@ -170,6 +183,12 @@ class Strategy:
     share: Callable[[Step, int], Share] = own_share
     expert_rows: Callable[[Step], ExpertRows] | None = None
     rounds: Callable[[Step, np.ndarray], dict[str, int]] | None = None
+    backward: Callable[[Step], list[Traffic]] | None = None
+
+    def sent(self, step: Step) -> list[Traffic]:
+        """What a step sends: `traffic`, and where it is differentiated its derivative, too."""
+        derivative = self.backward(step) if step.differentiated and self.backward else []
+        return [*self.traffic(step), *derivative]
 
     @property
     def module(self) -> str:
@@ -186,7 +205,7 @@ class Choice(NamedTuple):
 
 def least_sent(step: Step, strategies: Sequence[Strategy]) -> Choice:
     """The one that sends fewest bytes, by its closed form; the first of equals."""
-    sent = {strategy.name: sum(row.sent_bytes for row in strategy.traffic(step)) for strategy in strategies}
+    sent = {strategy.name: sum(row.sent_bytes for row in strategy.sent(step)) for strategy in strategies}
     best = min(sent, key=lambda name: sent[name])
     others = "".join(f", {name} {human_bytes(count)}" for name, count in sent.items() if name != best)
     return Choice(

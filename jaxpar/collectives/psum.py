@@ -36,6 +36,15 @@ def traffic(step: Step) -> list[Traffic]:
     return rows
 
 
+def backward(step: Step) -> list[Traffic]:
+    """The gradient of the residual stream is summed where a finished sum joined it, and where gathered slices did."""
+    sums = [row for row in traffic(step) if row.collective == "all_reduce"]
+    deal = step.plan.sublayer("moe", step.phase).deal
+    if deal and step.moe_layers:
+        sums.append(step.sends(("moe", "psum"), "all_reduce", deal, step.moe_layers, step.rows * step.row_bytes))
+    return sums
+
+
 def check(step: Step) -> str | None:
     """Nothing is asked of the shapes: any message, any number of ranks."""
     return None
@@ -50,4 +59,5 @@ STRATEGY = Strategy(
     run=all_sum,
     traffic=traffic,
     check=check,
+    backward=backward,
 )

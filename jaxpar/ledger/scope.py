@@ -22,10 +22,10 @@ def scope_of(path: str) -> tuple[str, str]:
     return scopes[-1] if scopes else (UNSCOPED, UNSCOPED)
 
 
-def loop_symbol(path: str) -> str:
+def loop_symbol(path: str, unnamed: str = "iterations") -> str:
     """What the iterations of a loop are called; `path` reaches from the body of the loop around it to the loop."""
     symbols: list[str] = _LOOP.findall(path)
-    return symbols[-1] if symbols else "iterations"
+    return symbols[-1] if symbols else unnamed
 
 
 def nested(per: str, symbol: str) -> str:

@@ -27,12 +27,14 @@ T = TypeVar("T")
 class Site:
     """Where an equation stands: its scopes, and how often it runs.
 
-    `times` counts one step, or one iteration of the loop with an unknown trip count that `per` names.
+    `times` counts one step, or one iteration of the loop with an unknown trip count that `per` names; `in_loop` are the
+    scopes from that loop's body on.
     """
 
     scopes: str = ""
     times: int = 1
     per: str = ""
+    in_loop: str = ""
 
 
 def walk(
@@ -45,11 +47,11 @@ def walk(
 
     Of the branches of a `cond` only the one with the largest `weight` counts; of those for platforms the first that is
     not the CPU's. The condition of a `while` counts once per iteration; that it also runs after the last one is left
-    out.
+    out. A `scan` with a symbol of its own is one whose iterations are skipped from some point on (`moe.loops`).
     """
     found: list[T] = []
     for eqn in equations(jaxpr):
-        inside = replace(site, scopes=scopes_of(eqn, site.scopes))
+        inside = replace(site, scopes=scopes_of(eqn, site.scopes), in_loop=scopes_of(eqn, site.in_loop))
         inner = list(inner_jaxprs(eqn))
         name = eqn.primitive.name
         if not inner:
@@ -61,11 +63,10 @@ def walk(
             heaviest: list[T] = max(branches, key=weight)
             found += heaviest
         else:
-            if name == "scan":
+            if name == "while" or (name == "scan" and loop_symbol(inside.in_loop, "")):
+                inside = replace(inside, per=nested(site.per, loop_symbol(inside.in_loop)), in_loop="")
+            elif name == "scan":
                 inside = replace(inside, times=site.times * eqn.params["length"])
-            elif name == "while":
-                symbol = loop_symbol(str(eqn.source_info.name_stack))
-                inside = replace(inside, per=nested(site.per, symbol))
             elif name == "pallas_call":
                 inside = replace(inside, times=site.times * math.prod(eqn.params["grid_mapping"].grid))
             for body in inner:

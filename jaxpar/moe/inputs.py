@@ -7,10 +7,10 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 from jaxpar.collectives.types import match_varying
 from jaxpar.moe.grouped import sort_by_expert
+from jaxpar.moe.loops import add_up
 
 BLOCKS = "blocks"
 """What the ledger calls the iterations of `sum_in_blocks`."""
@@ -32,6 +32,7 @@ class Inputs(NamedTuple):
 
     `x` [R, D]; `slots` [R, k] int32 of the slots of the ranks that the choices are among, P * S for none, those of a
     token all different; `weights` [R, k] float32, 0 for none; `experts` runs rows through those in the rank's slots.
+    `differentiable`: loops get a bound, so that derivatives pass through them (training).
     """
 
     x: jax.Array
@@ -39,6 +40,7 @@ class Inputs(NamedTuple):
     weights: jax.Array
     experts: Experts
     slots_per_rank: int
+    differentiable: bool = False
 
     @property
     def nothing(self) -> jax.Array:
@@ -89,8 +91,8 @@ def sum_in_blocks(x: Inputs, block: int) -> jax.Array:
         results = x.experts.run(x.x[choice // choices], of_block)
         return done.at[choice // choices].add(results * jnp.where(row < ends[-1], weights[choice], 0.0)[:, None])
 
-    with jax.named_scope(f"loop={BLOCKS}"):
-        return lax.fori_loop(0, -(-ends[-1] // block), add, x.nothing)
+    most = -(-len(order) // block)
+    return add_up(add, x.nothing, -(-ends[-1] // block), most, BLOCKS, x.differentiable)
 
 
 def local_choices(

@@ -85,7 +85,8 @@ class MoE(nnx.Module):
         slots = jnp.where(real[:, None], routing.experts, self.ranks * self.slots_per_rank)
         weights = jnp.where(real[:, None], routing.weights, 0.0)
         assert step.dispatch is not None
-        done = step.dispatch(Inputs(x, slots, weights, self._experts(split, step), self.slots_per_rank))
+        experts = self._experts(split, step)
+        done = step.dispatch(Inputs(x, slots, weights, experts, self.slots_per_rank, step.differentiable))
         out = done.rows.astype(x.dtype)
         out = out if self.shared is None else out + self.shared(x, split)
         return out, record(routing, real, done.dropped)

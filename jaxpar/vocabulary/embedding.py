@@ -53,4 +53,5 @@ STRATEGY = Strategy(
     embed,
     traffic,
     check,
+    backward=traffic,
 )

@@ -41,11 +41,21 @@ def run(x: Inputs, plan: Plan) -> Dispatched:
 
 def traffic(step: Step) -> list[Traffic]:
     """In each layer an all-to-all of counts and the maximum of rounds; in each round one of rows each way."""
+    return _sent(step)
+
+
+def backward(step: Step) -> list[Traffic]:
+    """The rows of each round once more, and their derivatives the other way round."""
+    return _sent(step, derivative=True)
+
+
+def _sent(step: Step, derivative: bool = False) -> list[Traffic]:
     plan = step.plan
     if not plan.experts:
         return []
     buffer = _buffer(plan, step.moe_rows, step.choices, step.slots_per_rank)
-    return rounds_traffic(step, "all_to_all", plan.experts, buffer, *counted_and_carried(step), _per(plan))
+    counted, carried = counted_and_carried(step)
+    return rounds_traffic(step, "all_to_all", plan.experts, buffer, counted, carried, _per(plan), derivative=derivative)
 
 
 def check(step: Step) -> str | None:
@@ -96,4 +106,5 @@ STRATEGY = Strategy(
     check=check,
     expert_rows=expert_rows,
     rounds=rounds,
+    backward=backward,
 )

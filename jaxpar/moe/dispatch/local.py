@@ -34,5 +34,14 @@ def expert_rows(step: Step) -> ExpertRows:
 
 
 STRATEGY = Strategy(
-    "local", "moe_dispatch", (), (), "experts over one rank", run, traffic, check, expert_rows=expert_rows
+    name="local",
+    sublayer="moe_dispatch",
+    axes=(),
+    collectives=(),
+    needs="experts over one rank",
+    run=run,
+    traffic=traffic,
+    check=check,
+    expert_rows=expert_rows,
+    backward=traffic,
 )

@@ -26,6 +26,7 @@ from jaxpar.mesh import AXES
 from jaxpar.moe.dispatch.messages import Messages
 from jaxpar.moe.dispatch.routes import Routes, routes
 from jaxpar.moe.inputs import Dispatched, Inputs
+from jaxpar.moe.loops import add_up
 from jaxpar.strategies import Step
 
 ROUNDS = "rounds"
@@ -38,8 +39,8 @@ def in_rounds(x: Inputs, messages: Messages, axes: tuple[str, ...], buffer: int,
     fullest = path.sizes.max()
     # The same on the whole mesh, or ranks would part ways in the loop.
     rounds = -(-all_max(fullest, tuple(axis for axis in AXES if axis in varying_axes(fullest))) // buffer)
-    with jax.named_scope(f"loop={symbol}"):
-        return lax.fori_loop(0, rounds, _round(x, messages, path, axes, buffer), x.nothing)
+    a_round, most = _round(x, messages, path, axes, buffer), -(-messages.most // buffer)
+    return add_up(a_round, x.nothing, rounds, most, symbol, x.differentiable)
 
 
 def in_one_round(x: Inputs, messages: Messages, axes: tuple[str, ...], buffer: int) -> Dispatched:
@@ -77,8 +78,13 @@ def rounds_traffic(
     carried: int,
     per: str,
     around: str = "",
+    derivative: bool = False,
 ) -> list[Traffic]:
     """What either sends in all layers: counts and the maximum of rounds, then rows there and back in each round.
+
+    The derivative of a round takes the round once more and then its exchanges the other way round. Results that came
+    back matter to it only where they were weighed at home, per choice. Counts have no derivative, but are taken once
+    more with the round around them.
 
     Args:
         step: whose tokens they are.
@@ -89,13 +95,17 @@ def rounds_traffic(
         carried: choices that go with a row; none per choice.
         per: what the rounds are called; "" if there is one in any case, and no maximum.
         around: the loop around them, if there is one.
+        derivative: what the derivative sends instead, of more than one round.
     """
     scope, layers, ranks = ("moe_dispatch", strategy), step.moe_layers, step.ranks(axes)
-    once = [step.sends(scope, "all_to_all", axes, layers, ranks * counted * 4)]
-    if per:
-        once.append(step.sends(scope, "all_reduce", step.plan.routed(step.phase), layers, 4))
-    a_round = [step.sends(scope, "all_to_all", axes, 2 * layers, ranks * buffer * step.row_bytes)]
+    counts, there, back = (int(bool(around)), 2, 1 if carried else 2) if derivative else (1, 1, 1)
+    once = []
+    if counts:
+        once.append(step.sends(scope, "all_to_all", axes, layers, ranks * counted * 4))
+    if counts and per:
+        once.append(step.sends(scope, "all_reduce", step.routed, layers, 4))
+    a_round = [step.sends(scope, "all_to_all", axes, (there + back) * layers, ranks * buffer * step.row_bytes)]
     if carried:
-        a_round.append(step.sends(scope, "all_to_all", axes, layers, ranks * buffer * 2 * carried * 4))
+        a_round.append(step.sends(scope, "all_to_all", axes, there * layers, ranks * buffer * 2 * carried * 4))
     inside = nested(around, per) if per else around
     return [*(replace(row, per=around) for row in once), *(replace(row, per=inside) for row in a_round)]

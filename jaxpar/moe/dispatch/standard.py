@@ -41,6 +41,19 @@ def traffic(step: Step) -> list[Traffic]:
     ]
 
 
+def backward(step: Step) -> list[Traffic]:
+    """A gather's derivative is a reduce-scatter of what was gathered, and a reduce-scatter's a gather."""
+    if not step.plan.experts:
+        return []
+    scope, axes, layers = ("moe_dispatch", "standard"), step.plan.experts, step.moe_layers
+    rows, ranks = step.moe_rows, step.ranks(axes)
+    return [
+        step.sends(scope, "all_gather", axes, layers, rows * step.row_bytes),
+        step.sends(scope, "reduce_scatter", axes, layers, ranks * rows * step.row_bytes),
+        step.sends(scope, "reduce_scatter", axes, layers, ranks * rows * 2 * step.choices * 4),
+    ]
+
+
 def check(step: Step) -> str | None:
     """Any experts, any tokens."""
     return refused_option(step.plan, "standard")
@@ -61,4 +74,5 @@ STRATEGY = Strategy(
     traffic=traffic,
     check=check,
     expert_rows=expert_rows,
+    backward=backward,
 )

@@ -80,16 +80,27 @@ def run(x: Inputs, plan: Plan) -> Dispatched:
 
 def traffic(step: Step) -> list[Traffic]:
     """What `in_rounds` sends across nodes, and in each of its rounds inside the node."""
+    return _sent(step)
+
+
+def backward(step: Step) -> list[Traffic]:
+    """The rows of each round at both levels once more, and their derivatives the other way round."""
+    return _sent(step, derivative=True)
+
+
+def _sent(step: Step, derivative: bool = False) -> list[Traffic]:
     plan, slots = step.plan, step.slots_per_rank
     across, inside, _ = levels(plan)
     if not across:
         return []
     buffers = _buffers(plan, step.moe_rows, step.choices, slots)
     carried = carried_choices(step.choices, plan.mesh.extent(inside) * slots)
-    found = rounds_traffic(step, "two_level", across, buffers[0], 1, carried, NODE_ROUNDS)
+    found = rounds_traffic(step, "two_level", across, buffers[0], 1, carried, NODE_ROUNDS, derivative=derivative)
     if inside:
         carried = carried_choices(step.choices, slots)
-        found += rounds_traffic(step, "two_level", inside, buffers[1], 1, carried, ROUNDS, around=NODE_ROUNDS)
+        found += rounds_traffic(
+            step, "two_level", inside, buffers[1], 1, carried, ROUNDS, around=NODE_ROUNDS, derivative=derivative
+        )
     return found
 
 
@@ -157,4 +168,5 @@ STRATEGY = Strategy(
     check=check,
     expert_rows=expert_rows,
     rounds=rounds,
+    backward=backward,
 )
