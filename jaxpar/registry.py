@@ -13,7 +13,7 @@ from jaxpar.moe.dispatch import all_to_all, ragged, standard, two_level
 from jaxpar.moe.dispatch import auto as auto_dispatch
 from jaxpar.moe.dispatch import local as local_experts
 from jaxpar.strategies import Choice, Step, Strategy
-from jaxpar.train import gradients, loss
+from jaxpar.train import balance, gradients, loss
 from jaxpar.vocabulary import embedding, head, sampling
 
 STRATEGIES: tuple[Strategy, ...] = (
@@ -38,6 +38,7 @@ STRATEGIES: tuple[Strategy, ...] = (
     head.STRATEGY,
     sampling.STRATEGY,
     loss.STRATEGY,
+    balance.STRATEGY,
     gradients.STRATEGY,
 )
 

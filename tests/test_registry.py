@@ -60,7 +60,7 @@ LATENT = replace(
     sinks=False,
     mla=MLAConfig(q_lora_rank=14, kv_lora_rank=12, qk_nope_head_dim=6, qk_rope_head_dim=4, v_head_dim=7),
 )
-MESHES = ["tp=1", "dp=8", "tp=3", "dp=2,tp=4", "dp=8,tp=8"]
+MESHES = ["tp=1", "dp=8", "tp=3", "dp=2,tp=4", "dp=4,ep=2,tp=8"]
 CP_MESHES = ["cp=3,tp=2", "dp=2,cp=2,tp=2", "dp=2,cp=4,tp=8"]
 KINDS: dict[str, dict[str, bool]] = {"greedy": {}, "sampled": {"sampled": True}, "logits": {"logits": True}}
 # Nine query heads over tp 8 leave two on a rank, which four ranks of cp cannot share by Ulysses.
@@ -209,10 +209,10 @@ def test_a_strategy_is_a_module_with_the_function_its_closed_form_and_its_check(
     assert bool(strategy.axes) == bool(strategy.collectives)
 
 
-# Dispatch to experts: test_expert_ledger.py.
+# Dispatch to experts: test_expert_ledger.py; their balance: test_train_experts.py.
 @pytest.mark.parametrize(
     "strategy",
-    [strategy for strategy in STRATEGIES if strategy.sublayer != "moe_dispatch"],
+    [strategy for strategy in STRATEGIES if strategy.sublayer not in ("moe_dispatch", "balance")],
     ids=lambda strategy: f"{strategy.sublayer}:{strategy.name}",
 )
 def test_a_strategy_sends_by_the_collectives_and_over_the_axes_that_it_names(strategy: Strategy) -> None:
@@ -226,7 +226,7 @@ def test_a_strategy_sends_by_the_collectives_and_over_the_axes_that_it_names(str
 
 def runs(strategy: Strategy, step: Step) -> bool:
     """Whether the step runs the strategy; those of training are in no plan, and run on meshes without cp."""
-    in_training = strategy.sublayer in ("loss", "gradient") and step.plan.mesh.cp == 1
+    in_training = strategy.sublayer in ("loss", "balance", "gradient") and step.plan.mesh.cp == 1
     return in_training or strategy in chosen(step).values()
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,8 +13,10 @@ import typer
 from safetensors.numpy import load_file, save
 from typer.testing import CliRunner, Result
 
-from jaxpar.checkpoint.config import ModelConfig, RopeConfig
+import jaxpar
+from jaxpar.checkpoint.config import ModelConfig, MoEConfig, RopeConfig, RouterConfig
 from jaxpar.checkpoint.hf_config import read_config
+from jaxpar.checkpoint.hf_moe import QWEN3_TENSORS
 from jaxpar.cli.train import train as train_command
 from jaxpar.devices import ensure_devices, make_mesh
 from jaxpar.errors import CheckpointError, JaxparError, RequestError
@@ -198,6 +201,18 @@ def test_the_command_says_that_the_losses_are_those_before_yarn(text: Path, tmp_
         (["--mesh", "dp=2,xp=2"], "unknown axis"),
         (["--mesh", "pp=2"], "pp=2"),
         (["--mesh", "tp=4"], "copies of the 2 KV heads"),
+        (["--mesh", "ep=2"], "ep=2: the model has no experts to split"),
+        (["--experts", "-1"], "--experts -1: give at least 1"),
+        (["--experts", "4", "--experts-per-token", "5"], "--experts-per-token 5 --experts 4: give from 1 to 4"),
+        (["--experts", "4", "--expert-ffn", "0"], "--expert-ffn 0: it must be at least 1"),
+        (["--expert-ffn", "8"], "--experts 0: give at least 1, or neither this nor --expert-ffn"),
+        (["--experts", "4", "--aux-loss-coef", "-1"], "aux_loss_coef=-1.0: it must be 0 (no balance) or above"),
+        (["--experts", "4", "--experts-over", "xp"], "experts over 'xp': unknown axis"),
+        (["--experts", "4", "--mesh", "ep=3"], "batch=4 does not split over ep=3"),
+        (
+            ["--experts", "4", "--mesh", "ep=2", "--moe-dispatch", "ragged"],
+            "moe_dispatch='ragged' is not differentiated",
+        ),
         (["--vocab", "9999"], "9999"),
         (["--length", "5000"], "a sequence of 5000 needs 5001"),
         (["--text", "/not/there"], "/not/there"),
@@ -212,3 +227,73 @@ def test_the_command_refuses_what_cannot_be_trained(
     assert complaint in str(result.exception)
     assert "\n" not in str(result.exception)
     assert not (tmp_path / "out").exists()
+
+
+# --- experts ---
+
+OPTIONS = ("--experts=4", "--expert-ffn=6", "--steps=3", "--checkpoint-every=2", "--aux-loss-coef=0.1")
+
+
+@pytest.fixture(scope="module")
+def trained(text: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
+    """A run on ep=2, and what it printed."""
+    out = tmp_path_factory.mktemp("run") / "out"
+    result = command(text, out, *OPTIONS, "--mesh=ep=2", "--json")
+    assert result.exception is None
+    return out, json.loads(result.stdout)
+
+
+def test_the_command_trains_experts_into_a_model_that_runs_on_any_mesh(trained: tuple[Path, dict[str, Any]]) -> None:
+    out, report = trained
+    config, curve = read_config(out), json.loads((out / "loss.json").read_text())
+    assert config.model_type == "qwen3_moe"
+    assert config.moe == MoEConfig(4, 6, (True,), RouterConfig(2, norm_topk_prob=True), QWEN3_TENSORS)
+    assert (curve["experts"], curve["experts_per_token"], curve["expert_ffn"]) == (4, 2, 6)
+    assert curve["aux_loss_coef"] == 0.1
+    assert report["parameters"] == sum(value.size for value in load_file(out / "model.safetensors").values())
+    # Of the last step alone: no expert has less than the mean, or more than every token.
+    assert len(report["max_over_mean_loads"]) == 1
+    assert 1 <= report["max_over_mean_loads"][0] <= 2
+    ids = [list(range(2, 14))]
+    on_mesh = jaxpar.load(out, mesh="dp=2,tp=2", experts_over="dp,tp").logits(ids)
+    np.testing.assert_allclose(on_mesh, jaxpar.load(out).logits(ids), atol=1e-4)
+
+
+def test_a_run_with_experts_that_was_interrupted_goes_on_on_another_mesh(
+    text: Path,
+    tmp_path: Path,
+    trained: tuple[Path, dict[str, Any]],
+) -> None:
+    model, report = trained
+    curve = json.loads((model / "loss.json").read_text())
+    settings = dataclasses.replace(RUN, steps=3, learning_rate=0.002, aux_loss_coef=0.1)
+
+    def on_step(done: int, loss: float) -> None:
+        if done == 3:
+            raise KeyboardInterrupt
+
+    spec = MeshSpec()
+    with pytest.raises(KeyboardInterrupt):
+        train(
+            text,
+            tmp_path,
+            read_config(model),
+            Plan(mesh=spec),
+            make_mesh(spec, ensure_devices(spec)),
+            settings,
+            on_step,
+        )
+    assert (tmp_path / CHECKPOINT_FILE).exists()
+    # A dense run is another one, and so is one with another balance.
+    for options, complaint in (
+        ((), "experts=4, not None"),
+        ((*OPTIONS, "--aux-loss-coef=0.2"), "aux_loss_coef=0.1, not 0.2"),
+    ):
+        refused = command(text, tmp_path, "--steps=3", "--checkpoint-every=2", *options).exception
+        assert isinstance(refused, RequestError)
+        assert complaint in str(refused)
+    result = command(text, tmp_path, *OPTIONS, "--mesh=ep=2", "--json")
+    assert result.exception is None
+    assert json.loads(result.stdout)["max_over_mean_loads"] == report["max_over_mean_loads"]
+    resumed = json.loads((tmp_path / "loss.json").read_text())
+    assert resumed["training"] == pytest.approx(curve["training"], abs=2e-5)

@@ -1,4 +1,4 @@
-"""The options that say how a model runs: fields of the plan, the same for every command that runs or counts one."""
+"""The options that say how a model runs: fields of the plan, the same for every command that takes them."""
 
 from __future__ import annotations
 
@@ -34,28 +34,35 @@ _OF_PRESETS = {"experts_over": str, "devices_per_node": int}
 """Fields that a mesh preset may say, with the type of their options: left out of the plan unless they are given."""
 
 
-def takes_plan(command: Callable[..., None]) -> Callable[..., None]:
-    """Give `command` the options of the plan, which it takes as a dictionary `plan`, where that parameter stands."""
+def takes(*names: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Give a command these fields of the plan as options, which it takes as a dictionary `plan`, where that stands."""
     defaults = {field.name: None if field.name in _OF_PRESETS else field.default for field in fields(Plan)}
-    signature = inspect.signature(command, eval_str=True)
-    parameters: list[inspect.Parameter] = []
-    for parameter in signature.parameters.values():
-        if parameter.name != "plan":
-            parameters.append(parameter)
-            continue
-        for name, text in _HELP.items():
-            default = defaults[name]
-            flags = [f"--{name.replace('_', '-')}"] if isinstance(default, bool) else []
-            of = _OF_PRESETS[name] | None if name in _OF_PRESETS else type(default)
-            kind = Annotated[of, typer.Option(*flags, help=text)]  # type: ignore[valid-type]
-            parameters.append(inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=kind))
 
-    @functools.wraps(command)
-    def with_options(**given: Any) -> None:
-        plan = {name: given.pop(name) for name in _HELP}
-        command(**given, plan={name: value for name, value in plan.items() if value is not None})
+    def option(name: str) -> inspect.Parameter:
+        default = defaults[name]
+        flags = [f"--{name.replace('_', '-')}"] if isinstance(default, bool) else []
+        of = _OF_PRESETS[name] | None if name in _OF_PRESETS else type(default)
+        kind = Annotated[of, typer.Option(*flags, help=_HELP[name])]  # type: ignore[valid-type]
+        return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=kind)
 
-    ordered = [parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY) for parameter in parameters]
-    with_options.__signature__ = signature.replace(parameters=ordered)  # type: ignore[attr-defined]
-    with_options.__annotations__ = {parameter.name: parameter.annotation for parameter in ordered}
-    return with_options
+    def decorate(command: Callable[..., None]) -> Callable[..., None]:
+        signature = inspect.signature(command, eval_str=True)
+        parameters: list[inspect.Parameter] = []
+        for parameter in signature.parameters.values():
+            parameters += [option(name) for name in names] if parameter.name == "plan" else [parameter]
+
+        @functools.wraps(command)
+        def with_options(**given: Any) -> None:
+            plan = {name: given.pop(name) for name in names}
+            command(**given, plan={name: value for name, value in plan.items() if value is not None})
+
+        ordered = [parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY) for parameter in parameters]
+        with_options.__signature__ = signature.replace(parameters=ordered)  # type: ignore[attr-defined]
+        with_options.__annotations__ = {parameter.name: parameter.annotation for parameter in ordered}
+        return with_options
+
+    return decorate
+
+
+takes_plan = takes(*_HELP)
+"""Give a command the options of the whole plan."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -10,6 +11,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, Ti
 
 from jaxpar.cli.options import Json, Mesh, Platform
 from jaxpar.cli.output import ERR, OUT, print_json, table
+from jaxpar.cli.plan_options import takes
 from jaxpar.errors import RequestError
 
 if TYPE_CHECKING:
@@ -17,6 +19,7 @@ if TYPE_CHECKING:
     from jaxpar.train.loop import TrainReport
 
 
+@takes("experts_over", "moe_dispatch")
 def train(
     text: Annotated[Path, typer.Option(metavar="FILE", help="UTF-8 text; form feeds separate documents.")],
     out: Annotated[Path, typer.Option(metavar="DIR", help="Where the model goes, and checkpoints before it.")],
@@ -35,6 +38,19 @@ def train(
     heads: Annotated[int, typer.Option(help="Query heads.")] = 8,
     kv_heads: Annotated[int, typer.Option(help="Key and value heads.")] = 4,
     ffn: Annotated[int, typer.Option(help="Width of the feed-forward network.")] = 512,
+    experts: Annotated[
+        int, typer.Option(help="Experts of each layer in place of its feed-forward network; 0: none.")
+    ] = 0,
+    experts_per_token: Annotated[int, typer.Option(help="Experts that a token goes to.")] = 2,
+    expert_ffn: Annotated[
+        int | None,
+        typer.Option(help="Width of an expert; default: --ffn shared by the experts of a token."),
+    ] = None,
+    aux_loss_coef: Annotated[
+        float, typer.Option(help="Weight of the loss that balances the experts of a layer; 0: none.")
+    ] = 0.001,
+    *,
+    plan: dict[str, Any],
     vocab: Annotated[int, typer.Option(help="Tokens of the BPE vocabulary that is learnt from the text.")] = 1024,
     lr: Annotated[float, typer.Option(help="Highest learning rate, after the warm-up.")] = 0.002,
     seed: Annotated[int, typer.Option(help="Of the first weights and of the order of the text.")] = 0,
@@ -45,11 +61,12 @@ def train(
     ] = None,
     json: Json = False,
 ) -> None:
-    """Train a small llama model and its tokenizer over dp and tp.
+    """Train a small model and its tokenizer over dp, ep and tp.
 
-    --out gets a Hugging Face directory (bfloat16), loss.json and, with matplotlib, loss.png. Where --context is larger
-    than --length, YaRN stretches the model as it is saved; losses are those before, of --length tokens. Run the same
-    command again after an interruption: it goes on from the last checkpoint, to the same losses.
+    It is a llama, or with --experts a qwen3_moe. --out gets a Hugging Face directory (bfloat16), loss.json and, with
+    matplotlib, loss.png. Where --context is larger than --length, YaRN stretches the model as it is saved; losses are
+    those before, of --length tokens. Run the same command again after an interruption: it goes on from the last
+    checkpoint, to the same losses.
     """
     from jaxpar.devices import ensure_devices, make_mesh
     from jaxpar.plan import Plan
@@ -60,12 +77,14 @@ def train(
     from jaxpar.train.loop import train as run
     from jaxpar.train.settings import TrainSettings
 
-    settings = TrainSettings(steps, batch, length, lr, seed, checkpoint_every)
+    settings = TrainSettings(steps, batch, length, lr, seed, checkpoint_every, aux_loss_coef)
     context = max(1024, length) if context is None else context
     config = _model_config(vocab, hidden, layers, heads, kv_heads, ffn, length, context)
-    spec, _ = resolve_mesh(mesh)
-    plan = Plan(mesh=spec)
-    plan.check_runnable()
+    if experts or expert_ffn is not None:
+        config = _with_experts(config, experts, experts_per_token, expert_ffn)
+    spec, preset = resolve_mesh(mesh)
+    planned = Plan(mesh=spec, **((preset.plan_fields if preset else {}) | plan))
+    planned.check_runnable()
     devices = make_mesh(spec, ensure_devices(spec, platform))
     columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.completed}/{task.total} steps"))
     with Progress(
@@ -78,7 +97,7 @@ def train(
 
         try:
             with profiled(profile):
-                report = run(text, out, config, plan, devices, settings, on_step)
+                report = run(text, out, config, planned, devices, settings, on_step)
         except KeyboardInterrupt:
             if (out / CHECKPOINT_FILE).exists():
                 ERR.print("interrupted: the same command goes on from the last checkpoint", markup=False)
@@ -137,6 +156,23 @@ def _model_config(
     )
 
 
+def _with_experts(config: ModelConfig, experts: int, per_token: int, width: int | None) -> ModelConfig:
+    """A qwen3_moe of the same sizes: every layer has `experts`, without shared ones."""
+    from jaxpar.checkpoint.config import MoEConfig, RouterConfig
+    from jaxpar.checkpoint.hf_moe import QWEN3_TENSORS
+
+    if experts < 1:
+        raise RequestError(f"--experts {experts}: give at least 1, or neither this nor --expert-ffn for a dense model")
+    if not 1 <= per_token <= experts:
+        raise RequestError(f"--experts-per-token {per_token} --experts {experts}: give from 1 to {experts} for a token")
+    width = max(1, config.intermediate_size // per_token) if width is None else width
+    if width < 1:
+        raise RequestError(f"--expert-ffn {width}: it must be at least 1")
+    layers = (True,) * config.num_hidden_layers
+    moe = MoEConfig(experts, width, layers, RouterConfig(per_token, norm_topk_prob=True), QWEN3_TENSORS)
+    return replace(config, model_type="qwen3_moe", qk_norm=True, moe=moe)
+
+
 def _document(report: TrainReport, out: Path) -> dict[str, Any]:
     return {
         "out": str(out),
@@ -145,6 +181,7 @@ def _document(report: TrainReport, out: Path) -> dict[str, Any]:
         "training_loss": report.losses[-1],
         "validation_loss": report.validation[-1][1],
         "bits_per_character": report.bits_per_character,
+        "max_over_mean_loads": report.max_over_mean_loads,
         "seconds": report.seconds,
         "tokens_per_second": report.tokens / report.seconds,
     }
@@ -157,7 +194,13 @@ def _table(report: TrainReport, out: Path) -> Any:
         ("loss of the last batch, nats a token", f"{report.losses[-1]:.3f}"),
         ("validation loss, nats a token", f"{report.validation[-1][1]:.3f}"),
         ("validation, bits a character", f"{report.bits_per_character:.3f}"),
+        *_balance_rows(report),
         ("tokens a second", f"{report.tokens / report.seconds:,.0f}"),
         ("seconds", f"{report.seconds:.1f}"),
     ]
     return table(f"Trained {out}", ("", ""), rows)
+
+
+def _balance_rows(report: TrainReport) -> list[tuple[str, str]]:
+    ratios = " ".join(f"{ratio:.2f}" for ratio in report.max_over_mean_loads)
+    return [("largest load of an expert over the mean, by layer", ratios)] if ratios else []

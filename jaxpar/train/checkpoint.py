@@ -111,10 +111,10 @@ def read_checkpoint(path: Path, recipe: Mapping[str, Any]) -> RunCheckpoint:
         raise CheckpointError(
             f"{path} is not the checkpoint of a training run ({one_line(error)}): remove it to start anew"
         ) from error
-    for key, value in recipe.items():
-        if written.get(key) != value:
+    for key in {**recipe, **written}:
+        if written.get(key) != recipe.get(key):
             raise RequestError(
-                f"{path} is that of a run with {key}={written.get(key)}, not {value}: "
+                f"{path} is that of a run with {key}={written.get(key)}, not {recipe.get(key)}: "
                 f"give the same options to go on with it, or another directory"
             )
 

@@ -5,8 +5,9 @@ a place of its choosing. So every weight is cast to varying first, one copy a ra
 contributes, and the sum is written here.
 
     weight            replicated over   a rank's gradient is                       summed over
-    q/k/v, up, down   dp                that of its requests                       dp
-    norm, row bias    dp and tp         that of its requests and of its width      dp and tp
+    q/k/v, up, down   dp, ep            that of its requests                       dp, ep
+    norm, row bias    dp, ep, tp        that of its requests and of its width      dp, ep, tp
+    experts over ep   dp                that of what came from its replica of dp   dp
 """
 
 from __future__ import annotations
@@ -82,7 +83,7 @@ def check(step: Step) -> str | None:
 STRATEGY = Strategy(
     name="psum",
     sublayer="gradient",
-    axes=("dp", "tp"),
+    axes=("dp", "ep", "tp"),
     collectives=("all_reduce",),
     needs="no copied KV heads",
     run=sum_gradients,

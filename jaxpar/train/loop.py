@@ -38,7 +38,11 @@ from jaxpar.train.tokenizer import save_tokenizer, train_bpe
 
 @dataclass(frozen=True)
 class TrainReport:
-    """A finished run: losses in nats a token, `seconds` and `tokens` of this process (less after an interruption)."""
+    """A finished run: losses in nats a token, `seconds` and `tokens` of this process (less after an interruption).
+
+    `max_over_mean_loads` are the largest loads of an expert against the mean, layer by layer, over the steps since the
+    last validation loss but one; empty where there are no experts.
+    """
 
     parameters: int
     losses: list[float]
@@ -46,6 +50,7 @@ class TrainReport:
     bits_per_character: float
     tokens: int
     seconds: float
+    max_over_mean_loads: list[float]
 
 
 def train(
@@ -67,7 +72,7 @@ def train(
         out: a directory, made if need be.
         config: of the model as it is saved, dtype included. Where its rope stretches the context, training goes
             without: `settings.length` tokens are what it has seen, YaRN (arXiv:2309.00071) adds the rest.
-        plan: over dp and tp, float32.
+        plan: over dp, ep and tp, float32.
         mesh: devices of the plan's mesh.
         settings: of the run.
         on_step: called after every step with the number of steps done and the batch's loss.
@@ -113,6 +118,8 @@ class _Run:
         self._file = out / CHECKPOINT_FILE
         self.losses: list[float] = []
         self.validation: list[float] = []
+        self._loads: list[np.ndarray] = []  # of the steps since the latest validation loss
+        self._imbalance: list[float] = []
         weights = self._programs.programs.weights
         if self._file.exists():
             checkpoint = read_checkpoint(self._file, self._recipe)
@@ -127,7 +134,9 @@ class _Run:
     def step(self, batch: np.ndarray) -> None:
         """Train on tokens [batch, length + 1]."""
         self._state, loss = self._programs.step(self._state, jax.device_put(batch, self._tokens))
-        self.losses.append(float(loss))
+        self.losses.append(float(loss.cross_entropy))
+        if loss.loads is not None:
+            self._loads.append(np.asarray(loss.loads))
         if not math.isfinite(self.losses[-1]):
             raise JaxparError(f"the loss of step {len(self.losses)} is {self.losses[-1]}: use a smaller learning rate")
 
@@ -145,6 +154,9 @@ class _Run:
         ]
         mean = np.concatenate(losses)[:count].mean(dtype=np.float64)
         self.validation.append(float(np.float32(mean)))  # as a checkpoint keeps it
+        if self._loads:
+            loads = np.sum(self._loads, axis=0)
+            self._imbalance, self._loads = (loads.max(axis=1) / loads.mean(axis=1)).tolist(), []
 
     def save_checkpoint(self) -> None:
         """Replace the checkpoint by one of the state as it is now."""
@@ -160,11 +172,13 @@ class _Run:
         bits = self.validation[-1] / math.log(2) * len(self._held_out) / characters
         weights = self._programs.programs.weights.values()
         parameters = sum(math.prod(shape) for weight in weights for shape in weight.tensors.values())
-        return TrainReport(parameters, self.losses, validation, bits, tokens, seconds)
+        return TrainReport(parameters, self.losses, validation, bits, tokens, seconds, self._imbalance)
 
     def finish(self, report: TrainReport) -> None:
         """Write the model, its tokenizer and its curve, and remove the checkpoint."""
         summary = {**self._recipe, "parameters": report.parameters, "bits_per_character": report.bits_per_character}
+        if report.max_over_mean_loads:
+            summary["max_over_mean_loads"] = [round(ratio, 3) for ratio in report.max_over_mean_loads]
         with staged(self._out) as folder:
             write_model(folder, self._config, self._collect(self._state.weights))
             save_tokenizer(self._tokenizer, folder)
@@ -190,4 +204,13 @@ def recipe(documents: list[str], config: ModelConfig, settings: TrainSettings) -
         "ffn": config.intermediate_size,
         "context": config.max_position_embeddings,
     }
-    return {"text_sha256": digest, **shape, **dataclasses.asdict(settings)}
+    values = dataclasses.asdict(settings)
+    if config.moe is None:
+        del values["aux_loss_coef"]  # which no loss of a dense model depends on
+    else:
+        shape |= {
+            "experts": config.moe.num_experts,
+            "experts_per_token": config.moe.router.top_k,
+            "expert_ffn": config.moe.intermediate_size,
+        }
+    return {"text_sha256": digest, **shape, **values}

@@ -2,7 +2,7 @@
 
 logits  | V/tp | V/tp | V/tp | V/tp |    maximum over tp of [N]
 tp rank     0      1      2      3       sum over tp of [2, N]: softmax denominator, the target's logit (one rank's)
-                                         mean over dp
+                                         mean over dp and ep
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def mean_loss(losses: jax.Array, axes: tuple[str, ...], ranks: int) -> jax.Array
 
 
 def traffic(step: Step) -> list[Traffic]:
-    """All-reduces of [N] and [2, N] float32 over tp and of one over dp, forward; backward nothing is sent."""
+    """All-reduces of [N] and [2, N] float32 over tp and of one over dp and ep, forward; backward nothing is sent."""
     width, requests, value = step.plan.width, step.plan.requests, 4
     messages = [(width, step.rows * value), (width, 2 * step.rows * value), (requests, value)]
     scope = ("loss", "vocab_parallel")
@@ -55,5 +55,5 @@ def check(step: Step) -> str | None:
 
 
 STRATEGY = Strategy(
-    "vocab_parallel", "loss", ("dp", "tp"), ("all_reduce",), "any vocabulary", cross_entropy, traffic, check
+    "vocab_parallel", "loss", ("dp", "ep", "tp"), ("all_reduce",), "any vocabulary", cross_entropy, traffic, check
 )
