@@ -26,6 +26,7 @@ _NUMBERS = {
     "devices_per_node": 0,
     "ulysses_degree": 0,
     "decode_overlap": 1,
+    "single_batch_overlap": 1,
     "chunk": 1,
     "page_size": 1,
     "max_num_seqs": 1,
@@ -63,6 +64,8 @@ class Plan:
     another on a rank where they are striped. `ulysses_degree` is how much of cp `usp` gives to its all-to-all (0: as
     much as KV heads allow). `decode_overlap` is the number of parts in which a decode step's requests go through
     attention, so that one part's exchange may overlap with the next part's work (HOP-B of Helix, arXiv:2507.07120).
+    `single_batch_overlap` is the number of blocks in which what experts made is sent back, so that one block's way may
+    overlap with the next block's work (as in SGLang).
     `sequence_parallel` splits the residual stream over tp along its tokens (arXiv:2205.05198); `chunk` is the most
     tokens of one prompt that a prefill step takes; `page_size` the tokens of a KV cache page; `max_num_seqs` the most
     requests that a replica runs at once; `dtype` that of weights, activations and cache.
@@ -80,6 +83,7 @@ class Plan:
     ulysses_degree: int = 0
     decode_attention: str = "auto"
     decode_overlap: int = 1
+    single_batch_overlap: int = 1
     all_reduce: str = "psum"
     sequence_parallel: bool = False
     chunk: int = 512

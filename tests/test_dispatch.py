@@ -227,12 +227,12 @@ def without_what_does_not_fit(tokens: Tokens, per_rank: bool, room: int) -> tupl
 @pytest.mark.parametrize(("dispatch", "room"), [("all_to_all", 5), ("all_to_all, per rank", 4)])
 @settings(max_examples=15)
 @given(skew=st.floats(0, 10), seed=st.integers(0, 2**32 - 1))
-def test_with_a_capacity_what_does_not_fit_is_dropped_and_counted(
+def test_with_a_capacity_what_does_not_fit_is_dropped_and_counted_and_the_rest_comes_back_in_blocks(
     dispatch: str, room: int, skew: float, seed: int
 ) -> None:
     tokens = routed(FOUR, skew, padding=0.1, seed=seed)
     kept, dropped = without_what_does_not_fit(tokens, "per rank" in dispatch, room)
-    found, counted = program(FOUR, dispatch, moe_capacity=1.0)(*tokens)
+    found, counted = program(FOUR, dispatch, moe_capacity=1.0, single_batch_overlap=2)(*tokens)
     assert int(np.asarray(counted).sum()) == dropped
     np.testing.assert_allclose(np.asarray(found), expected(kept, FOUR.none), rtol=1e-5, atol=1e-5)
 

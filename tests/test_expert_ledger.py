@@ -40,7 +40,11 @@ PLANS: list[tuple[str, dict[str, Any]]] = [
     ("cp=2,tp=2", {"experts_over": "tp", "decode_attention": "helix", "sequence_parallel": True}),
 ]
 # Options of a dispatch, on meshes with nodes.
-OPTIONS: list[dict[str, Any]] = [{"moe_deduplicate": True}, {"moe_capacity": 1.25}]
+OPTIONS: list[dict[str, Any]] = [
+    {"moe_deduplicate": True},
+    {"moe_deduplicate": True, "single_batch_overlap": 2},
+    {"moe_capacity": 1.25, "single_batch_overlap": 3},
+]
 
 
 def a_step(mesh: str, fields: dict[str, Any], phase: Phase) -> Step:
@@ -66,7 +70,8 @@ def test_every_dispatch_is_among_the_programs_and_so_are_its_options() -> None:
         "ragged",
         "two_level",
     }
-    assert {plan["moe_dispatch"] for plan in plans if plan.get("moe_capacity")} == {"all_to_all"}
+    for option in ("moe_capacity", "single_batch_overlap"):
+        assert {plan["moe_dispatch"] for plan in plans if plan.get(option)} == {"all_to_all"}
 
 
 @pytest.mark.parametrize(("mesh", "fields", "phase"), [*every_program()])

@@ -1,7 +1,8 @@
-"""In parts, decode attention leaves a backend free to send one part while it computes the next."""
+"""What a program says may overlap: parts, half batches and blocks that do not depend on one another."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -10,26 +11,38 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from jax.extend.core import JaxprEqn, Var
+from test_expert_ledger import MOE
 from test_registry import CONFIG
 
-from jaxpar.attention.decode.overlap import overlap_parts
+from jaxpar.checkpoint.config import ModelConfig
 from jaxpar.devices import abstract_mesh
-from jaxpar.ledger.walk import equations, inner_jaxprs
+from jaxpar.ledger.walk import equations, inner_jaxprs, scopes_of
 from jaxpar.mesh import MeshSpec
-from jaxpar.plan import Plan
+from jaxpar.overlap import even_parts
+from jaxpar.plan import Phase, Plan
 from jaxpar.program import Programs
 from jaxpar.strategies import Step
 
 EXCHANGES = {"ag_rs": "reduce_scatter", "a2a": "all_to_all", "q_replicated": "all_to_all", "helix": "all_to_all"}
 
 
-def body(plan: Plan) -> list[JaxprEqn]:
-    """The equations of a decode step of one layer inside `shard_map`, in order."""
-    config = replace(CONFIG, num_hidden_layers=1, windows=(None,))
-    step = Step(config, plan, "decode", lanes=5, tokens=1, keys=16)
+DENSE = replace(CONFIG, num_hidden_layers=1, windows=(None,))
+EXPERTS = replace(
+    CONFIG, num_hidden_layers=2, windows=(None, None), mlp_bias=False, moe=replace(MOE, layers=(True,) * 2)
+)
+
+
+def body(plan: Plan, config: ModelConfig = DENSE, phase: Phase = "decode", lanes: int = 5) -> list[JaxprEqn]:
+    """The equations of a step inside `shard_map`, in order."""
+    step = Step(config, plan, phase, lanes, tokens=1 if phase == "decode" else 5, keys=16)
     programs = Programs(config, plan, abstract_mesh(plan.mesh))
-    (mapped,) = equations(jax.make_jaxpr(programs.spmd("decode"))(*programs.abstract_arguments(step, pages=9)))
+    (mapped,) = equations(jax.make_jaxpr(programs.spmd(phase))(*programs.abstract_arguments(step, pages=9)))
     return equations(next(inner_jaxprs(mapped)))
+
+
+def inside(eqns: list[JaxprEqn], *scopes: str) -> list[int]:
+    """The numbers of the equations in all of these scopes."""
+    return [number for number, eqn in enumerate(eqns) if all(scope in scopes_of(eqn, "") for scope in scopes)]
 
 
 def ancestors(eqns: list[JaxprEqn]) -> list[frozenset[int]]:
@@ -49,9 +62,9 @@ def test_no_part_of_decode_attention_depends_on_another(strategy: str, exchange:
     plan = Plan(MeshSpec(cp=2, tp=2), page_size=4, decode_attention=strategy, decode_overlap=parts)
     eqns = body(plan)
     before, scope = ancestors(eqns), f"decode_attention:{strategy}"
-    inside = [number for number, eqn in enumerate(eqns) if scope in str(eqn.source_info.name_stack)]
-    products = {number for number in inside if eqns[number].primitive.name == "dot_general"}
-    sent = [number for number in inside if eqns[number].primitive.name == exchange]
+    numbers = inside(eqns, scope)
+    products = {number for number in numbers if eqns[number].primitive.name == "dot_general"}
+    sent = [number for number in numbers if eqns[number].primitive.name == exchange]
     assert len(sent) == parts
     assert len(products) == 2 * parts
     # Each exchange waits for the two products of its own part, and no product waits for an exchange.
@@ -60,9 +73,56 @@ def test_no_part_of_decode_attention_depends_on_another(strategy: str, exchange:
     assert all(not before[number] & set(sent) for number in products)
 
 
+def needs(before: list[frozenset[int]], some: set[int], others: set[int]) -> bool:
+    """Whether any of `some` depends on any of `others`."""
+    return any(before[number] & others for number in some)
+
+
+def holds(eqn: JaxprEqn, what: Callable[[JaxprEqn], object]) -> bool:
+    """Whether an equation, or one inside it, is such a one."""
+    return bool(what(eqn)) or any(holds(one, what) for inner in inner_jaxprs(eqn) for one in equations(inner))
+
+
+def is_product(eqn: JaxprEqn) -> bool:
+    return eqn.primitive.name in ("dot_general", "ragged_dot_general")
+
+
+@pytest.mark.parametrize("fields", [{"moe_capacity": 1.25}, {}, {"moe_deduplicate": True}], ids=str)
+def test_no_block_of_results_waits_for_another_one_s_way_back(fields: dict[str, Any]) -> None:
+    plan = Plan(MeshSpec(ep=2), page_size=4, moe_dispatch="all_to_all", single_batch_overlap=3, **fields)
+    config = replace(EXPERTS, num_hidden_layers=1, windows=(None,), moe=replace(MOE, layers=(True,)))
+    eqns = [eqn for eqn in body(plan, config) if "moe_dispatch:all_to_all" in scopes_of(eqn, "")]
+    if "moe_capacity" not in fields:  # a round is the body of a loop
+        (loop,) = (eqn for eqn in eqns if eqn.primitive.name == "while")
+        eqns = equations(loop.params["body_jaxpr"])
+    before = ancestors(eqns)
+    back = [number for number, eqn in enumerate(eqns) if eqn.primitive.name == "all_to_all"][-3:]
+    products = {number for number, eqn in enumerate(eqns) if holds(eqn, is_product)}
+    own = [products & before[number] for number in back]
+    assert products
+    assert sum(map(len, own)) == len(products) == len(set.union(*own))
+    assert len(set(map(len, own))) == 1
+    assert not needs(before, products, set(back))
+
+
+@pytest.mark.parametrize("dispatch", ["standard", "all_to_all"])
+def test_experts_that_every_token_passes_wait_for_no_dispatch_and_no_dispatch_for_them(dispatch: str) -> None:
+    plan = Plan(MeshSpec(ep=2, tp=2), page_size=4, moe_dispatch=dispatch)
+    eqns = body(plan, EXPERTS)
+    before = ancestors(eqns)
+    for layer in ("layer_0", "layer_1"):
+        dispatched = set(inside(eqns, layer, f"moe_dispatch:{dispatch}"))
+        products = [number for number in inside(eqns, layer, "moe:psum") if holds(eqns[number], is_product)]
+        router, *shared = (number for number in products if number not in dispatched)
+        assert needs(before, dispatched, {router})
+        assert len(shared) == 2
+        assert not needs(before, dispatched, set(shared))
+        assert not needs(before, set(shared), dispatched)
+
+
 @given(st.integers(1, 100), st.integers(1, 20))
-def test_parts_are_as_even_as_can_be_and_hold_every_lane(lanes: int, parts: int) -> None:
-    each = overlap_parts(lanes, parts)
-    assert sum(each) == lanes
-    assert len(each) == min(parts, lanes)
+def test_parts_are_as_even_as_can_be_and_hold_everything(count: int, parts: int) -> None:
+    each = even_parts(count, parts)
+    assert sum(each) == count
+    assert len(each) == min(parts, count)
     assert max(each) - min(each) <= 1

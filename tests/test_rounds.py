@@ -232,6 +232,10 @@ def test_axes_of_experts_lie_across_nodes_or_inside_one(
             {"mesh": MeshSpec(ep=4), "moe_dispatch": "ragged", "moe_capacity": 1.5},
             "moe_capacity=1.5 is for moe_dispatch='all_to_all', not for 'ragged': choose one of them, or leave it out",
         ),
+        (
+            {"mesh": MeshSpec(ep=4), "moe_dispatch": "standard", "single_batch_overlap": 2},
+            "single_batch_overlap=2 is for moe_dispatch='all_to_all', not for 'standard': choose one of them, or leave",
+        ),
     ],
 )
 def test_a_dispatch_refuses_what_it_cannot_do(fields: dict[str, Any], said: str) -> None:

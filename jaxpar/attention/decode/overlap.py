@@ -15,18 +15,13 @@ import jax
 import jax.numpy as jnp
 
 from jaxpar.attention.inputs import Inputs
+from jaxpar.overlap import even_parts
 from jaxpar.strategies import Step
-
-
-def overlap_parts(lanes: int, parts: int) -> list[int]:
-    """Lanes of each of up to `parts` parts, as even as can be."""
-    parts = min(parts, lanes)
-    return [lanes // parts + (part < lanes % parts) for part in range(parts)]
 
 
 def parts_of(step: Step) -> list[Step]:
     """The parts of a decode step as steps of their own, for closed forms."""
-    return [replace(step, lanes=lanes) for lanes in overlap_parts(step.lanes, step.plan.decode_overlap)]
+    return [replace(step, lanes=lanes) for lanes in even_parts(step.lanes, step.plan.decode_overlap)]
 
 
 def in_parts(run: Callable[[Inputs], jax.Array], x: Inputs, parts: int) -> jax.Array:
@@ -34,7 +29,7 @@ def in_parts(run: Callable[[Inputs], jax.Array], x: Inputs, parts: int) -> jax.A
     if parts == 1:
         return run(x)
     start, done = 0, []
-    for count in overlap_parts(x.q.shape[0], parts):
+    for count in even_parts(x.q.shape[0], parts):
         lanes = slice(start, start + count)
         queries = x._replace(q=x.q[lanes], q_positions=x.q_positions[lanes])
         bag = x.bag[0][:, lanes], x.bag[1][:, lanes]

@@ -5,7 +5,8 @@
     rank 2: x4 x5 -+                +-> x1 .. -> experts 4 5 -+                +-> y4 y5
 
 A row is sent for each choice of a token, or with `moe_deduplicate` once to each rank that has any (`messages.py`). No
-row is dropped (`rounds.py`), unless `moe_capacity` bounds what a rank sends to another.
+row is dropped (`rounds.py`), unless `moe_capacity` bounds what a rank sends to another. Results go back in as many
+blocks as `single_batch_overlap` says.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from jaxpar.moe.dispatch.sizes import (
     likely_copies,
 )
 from jaxpar.moe.inputs import BLOCKS, Dispatched, Inputs
+from jaxpar.overlap import even_parts
 from jaxpar.plan import Plan
 from jaxpar.strategies import ExpertRows, Step, Strategy
 
@@ -34,13 +36,14 @@ def run(x: Inputs, plan: Plan) -> Dispatched:
     """The rank's tokens through experts of all ranks of `plan.experts` -> [R, D] float32."""
     rows, choices = x.slots.shape
     messages, buffer = planned(x, plan), _buffer(plan, rows, choices, x.slots_per_rank)
+    blocks = plan.single_batch_overlap
     if plan.moe_capacity:
-        return in_one_round(x, messages, plan.experts, buffer)
-    return Dispatched(in_rounds(x, messages, plan.experts, buffer))
+        return in_one_round(x, messages, plan.experts, buffer, blocks)
+    return Dispatched(in_rounds(x, messages, plan.experts, buffer, blocks=blocks))
 
 
 def traffic(step: Step) -> list[Traffic]:
-    """In each layer an all-to-all of counts and the maximum of rounds; in each round one of rows each way."""
+    """In each layer an all-to-all of counts and the maximum of rounds; in each round one of rows there, and back."""
     return _sent(step)
 
 
@@ -55,7 +58,10 @@ def _sent(step: Step, derivative: bool = False) -> list[Traffic]:
         return []
     buffer = _buffer(plan, step.moe_rows, step.choices, step.slots_per_rank)
     counted, carried = counted_and_carried(step)
-    return rounds_traffic(step, "all_to_all", plan.experts, buffer, counted, carried, _per(plan), derivative=derivative)
+    per, blocks = _per(plan), plan.single_batch_overlap
+    return rounds_traffic(
+        step, "all_to_all", plan.experts, buffer, counted, carried, per, blocks=blocks, derivative=derivative
+    )
 
 
 def check(step: Step) -> str | None:
@@ -64,11 +70,17 @@ def check(step: Step) -> str | None:
 
 
 def expert_rows(step: Step) -> ExpertRows:
-    """Of every rank as many rows as the buffer holds; of copies a block of the choices that come with them."""
+    """Of every rank as many rows as the buffer holds; of copies a block of the choices that come with them.
+
+    Where results go back in several blocks, each has a loop of its own over the choices of its copies.
+    """
     plan, per = step.plan, _per(step.plan)
+    buffer = _buffer(plan, step.moe_rows, step.choices, step.slots_per_rank)
     if plan.moe_deduplicate:
-        return ExpertRows(block_rows(step.moe_rows, step.choices), nested(per, BLOCKS))
-    return ExpertRows(step.ranks(plan.experts) * _buffer(plan, step.moe_rows, step.choices, step.slots_per_rank), per)
+        loops = len(even_parts(buffer, plan.single_batch_overlap))
+        of_loop = block_rows(step.moe_rows, step.choices, plan.single_batch_overlap)
+        return ExpertRows(loops * of_loop, nested(per, BLOCKS))
+    return ExpertRows(step.ranks(plan.experts) * buffer, per)
 
 
 def rounds(step: Step, shares: np.ndarray) -> dict[str, int]:
@@ -79,7 +91,8 @@ def rounds(step: Step, shares: np.ndarray) -> dict[str, int]:
     found = {} if plan.moe_capacity else {ROUNDS: iterations(fullest, buffer)}
     if plan.moe_deduplicate:
         of_round = len(shares) * rows * choices * most * min(1.0, buffer / fullest)
-        found[BLOCKS] = iterations(of_round, block_rows(rows, choices))
+        loops = len(even_parts(buffer, plan.single_batch_overlap))
+        found[BLOCKS] = iterations(of_round / loops, block_rows(rows, choices, plan.single_batch_overlap))
     return found
 
 

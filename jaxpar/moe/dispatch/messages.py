@@ -47,7 +47,9 @@ class Messages:
 
 def planned(x: Inputs, plan: Plan) -> Messages:
     """What the plan sends of a token to ranks of its experts."""
-    return per_rank(x, x.slots_per_rank, own_experts(x)) if plan.moe_deduplicate else per_choice(x)
+    if plan.moe_deduplicate:
+        return per_rank(x, x.slots_per_rank, own_experts(x, plan.single_batch_overlap))
+    return per_choice(x)
 
 
 def counted_and_carried(step: Step) -> tuple[int, int]:
@@ -56,9 +58,10 @@ def counted_and_carried(step: Step) -> tuple[int, int]:
     return (1, carried_choices(step.choices, slots)) if step.plan.moe_deduplicate else (slots, 0)
 
 
-def own_experts(x: Inputs) -> Callable[[Inputs], jax.Array]:
-    """Copies through the experts of the rank that has them, in blocks; `x` are the tokens of one rank."""
-    return partial(sum_in_blocks, block=block_rows(*x.slots.shape))
+def own_experts(x: Inputs, blocks: int = 1) -> Callable[[Inputs], jax.Array]:
+    """Copies, in so many blocks, through the experts of the rank that has them; `x` are the tokens of one rank."""
+    rows, choices = x.slots.shape
+    return partial(sum_in_blocks, block=block_rows(rows, choices, blocks))
 
 
 def per_choice(x: Inputs) -> Messages:

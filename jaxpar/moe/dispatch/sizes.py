@@ -17,9 +17,12 @@ def buffer_rows(even: float, most: int, slack: float = SLACK) -> int:
     return min(most, math.ceil(slack * even))
 
 
-def block_rows(rows: int, choices: int) -> int:
-    """Choices of copies that experts take at a time: even routing gives them those of as many tokens as a rank has."""
-    return math.ceil(SLACK * rows * choices)
+def block_rows(rows: int, choices: int, blocks: int = 1) -> int:
+    """Choices of copies that experts take at a time: even routing gives them those of as many tokens as a rank has.
+
+    Of copies that come in several blocks, an equal part of those.
+    """
+    return math.ceil(SLACK * rows * choices / blocks)
 
 
 def carried_choices(choices: int, slots: int) -> int:
