@@ -154,8 +154,9 @@ class Automatic:
         store = HeadsApart(cache.positions, batch.table, batch.start[:, 0], batch.positions)
         cos, sin = angles(batch.positions.reshape(-1), config.rope, config.head_dim)
         attention = bound(local.PREFILL, batch.positions, store.key_positions, self.plan, phase)
-        context = StepContext(self.plan, phase, batch.positions, cos, sin, store, attention, (), all_sum)
-        x, planes = model(model.embedding[...][batch.tokens.reshape(-1)], cache.planes, context)
+        context = StepContext(self.plan, phase, batch.positions, cos, sin, store, attention, (), None, all_sum)
+        x = model.embedding[...][batch.tokens.reshape(-1)]
+        (x,), planes, _ = model([x], cache.planes, [context])
         x = jnp.take_along_axis(x.reshape(lanes, tokens, -1), batch.last[:, None, None], axis=1)[:, 0]
         scores = local_logits(x, model.head_weight[...], config.vocab_size, ())
         token, logprob = sample(scores, config.vocab_size, (), batch.options, sampled=False)

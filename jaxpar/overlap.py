@@ -4,6 +4,7 @@ A backend may run a collective beside any work that neither needs it nor is need
 from, a program's order and dependencies say; nothing here starts or waits.
 
     decode_overlap         decode attention in parts of the requests        attention/decode/overlap.py
+    two_batch_overlap      a step in two half batches, layer by layer       nn/decoder.py, engine/prefill.py
     single_batch_overlap   what experts made, sent back in blocks           moe/dispatch/rounds.py
 """
 

@@ -64,8 +64,9 @@ class Plan:
     another on a rank where they are striped. `ulysses_degree` is how much of cp `usp` gives to its all-to-all (0: as
     much as KV heads allow). `decode_overlap` is the number of parts in which a decode step's requests go through
     attention, so that one part's exchange may overlap with the next part's work (HOP-B of Helix, arXiv:2507.07120).
-    `single_batch_overlap` is the number of blocks in which what experts made is sent back, so that one block's way may
-    overlap with the next block's work (as in SGLang).
+    `two_batch_overlap` runs a step as two half batches, layer by layer in turn, so that what one sends may overlap with
+    the other's work; `single_batch_overlap` is the number of blocks in which what experts made is sent back, so that
+    one block's way may overlap with the next block's work (both as in SGLang).
     `sequence_parallel` splits the residual stream over tp along its tokens (arXiv:2205.05198); `chunk` is the most
     tokens of one prompt that a prefill step takes; `page_size` the tokens of a KV cache page; `max_num_seqs` the most
     requests that a replica runs at once; `dtype` that of weights, activations and cache.
@@ -83,6 +84,7 @@ class Plan:
     ulysses_degree: int = 0
     decode_attention: str = "auto"
     decode_overlap: int = 1
+    two_batch_overlap: bool = False
     single_batch_overlap: int = 1
     all_reduce: str = "psum"
     sequence_parallel: bool = False
@@ -116,7 +118,7 @@ class Plan:
             if not isinstance(getattr(self, name), str):
                 default = getattr(Plan, name)
                 raise PlanError(f"{name}={shown(getattr(self, name))}: give a strategy's name, such as {default!r}")
-        for name in ("moe_deduplicate", "sequence_parallel"):
+        for name in ("moe_deduplicate", "two_batch_overlap", "sequence_parallel"):
             if not isinstance(getattr(self, name), bool):
                 raise PlanError(f"{name}={shown(getattr(self, name))}: it must be True or False")
         capacity = real_number(self.moe_capacity)

@@ -3,11 +3,14 @@
 Below it everything is a plain function of local arrays and axis names.
 
     weights, cache (donated), batch  ->  shard_map  ->  cache, token and log-probability of each lane [, logits]
+
+Under `two_batch_overlap` the first and the second half of a replica's lanes are two batches in one program
+(`nn/decoder.py`), which share the cache: the second sees the pages that the first has written, and not the other way.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import cached_property, lru_cache, partial
 from typing import Any, NamedTuple
 
@@ -32,7 +35,7 @@ from jaxpar.nn.rope import angles
 from jaxpar.nn.weights import Weight
 from jaxpar.plan import PHASES, Phase, Plan
 from jaxpar.registry import chosen
-from jaxpar.strategies import Step
+from jaxpar.strategies import Step, Strategy
 from jaxpar.vocabulary.head import all_tokens, last_tokens
 from jaxpar.vocabulary.sampling import SamplingArrays
 
@@ -205,42 +208,74 @@ class Programs:
         self, weights: Weights, cache: Cache, batch: StepBatch, phase: Phase, logits: bool, sampled: bool
     ) -> tuple[Cache, StepOutput]:
         """One step in the local view: shapes as StepBatch, B the lanes of this replica."""
-        plan, config = self.plan, self.config
         lanes, tokens = batch.positions.shape
-        keys = batch.table.shape[1] * plan.page_size
-        strategies = chosen(Step(config, plan, phase, lanes, tokens, keys, logits, sampled))
-        run = {sublayer: strategy.run for sublayer, strategy in strategies.items()}
-        sublayer = plan.sublayer("vocabulary", phase)
-        model = self.bind(weights)
-        stored = batch.positions
+        keys = batch.table.shape[1] * self.plan.page_size
+        steps = Step(self.config, self.plan, phase, lanes, tokens, keys, logits, sampled).batches
+        batches = [batch] if len(steps) == 1 else _in_halves(batch)
+        step, model = steps[0], self.bind(weights)
+        strategies = chosen(step)
+        positions, contexts = cache.positions, []
+        for one in batches:
+            store = self._store(one, positions, phase)
+            positions = store.positions_plane
+            contexts.append(self._context(one, store, step, strategies))
+        sublayer, embed = self.plan.sublayer("vocabulary", phase), strategies["embedding"].run
+        embedded = [embed(one.tokens.reshape(-1), model.embedding[...], sublayer) for one in batches]
+        hidden, planes, records = model(embedded, cache.planes, contexts)
+        outputs = [self._next(model, x, one, step, strategies) for x, one in zip(hidden, batches, strict=True)]
+        loads, dropped = (
+            None if counts is None else counts[None] for counts in (all_loads(records), all_dropped(records))
+        )
+        output: StepOutput = jax.tree.map(lambda *parts: _joined(parts), *outputs)
+        return Cache(planes, positions), output._replace(loads=loads, dropped=dropped)
+
+    def _store(self, batch: StepBatch, positions_plane: jax.Array, phase: Phase) -> PagedStore:
+        """Where the keys of a batch go; `positions_plane` [pages, page_size] is the cache's before it."""
+        plan, stored = self.plan, batch.positions
         if phase == "decode" and plan.sequence:
             # Every rank of cp has the new tokens, and the one that the position names stores them.
             mine = owner(stored, plan.mesh.cp, plan.cp_interleave) == rank_index(plan.sequence)
             stored = jnp.where(mine, stored, -1)
-        store = PagedStore(cache.positions, batch.table, batch.start[:, 0], stored)
+        return PagedStore(positions_plane, batch.table, batch.start[:, 0], stored)
+
+    def _context(
+        self, batch: StepBatch, store: PagedStore, step: Step, strategies: Mapping[str, Strategy]
+    ) -> StepContext:
+        """What the layers share of one batch."""
+        plan, config, phase = self.plan, self.config, step.phase
         cos, sin = angles(batch.positions.reshape(-1), config.rope, config.rope_head_dim)
         chosen_attention = strategies[f"{phase}_attention"]
         attention = bound(chosen_attention, batch.positions, store.key_positions, plan, phase)
         query_axes = plan.active(chosen_attention.query_axes)
         dispatch = dispatched(strategies["moe_dispatch"], plan) if "moe_dispatch" in strategies else None
-        step = StepContext(
-            plan, phase, batch.positions, cos, sin, store, attention, query_axes, dispatch, run["all_reduce"]
-        )
-        x = run["embedding"](batch.tokens.reshape(-1), model.embedding[...], sublayer)
-        x, planes, records = model(x, cache.planes, step)
-        loads, dropped = (
-            None if counts is None else counts[None] for counts in (all_loads(records), all_dropped(records))
-        )
-        cache = Cache(planes, store.positions_plane)
-        if logits:
-            x = all_tokens(x, lanes * tokens, sublayer)
+        all_reduce = strategies["all_reduce"].run
+        return StepContext(plan, phase, batch.positions, cos, sin, store, attention, query_axes, dispatch, all_reduce)
+
+    def _next(
+        self, model: Decoder, x: jax.Array, batch: StepBatch, step: Step, strategies: Mapping[str, Strategy]
+    ) -> StepOutput:
+        """One batch's hidden states after the final norm -> its next tokens, or the logits of all its tokens."""
+        plan, vocab_size = self.plan, self.config.vocab_size
+        sublayer = plan.sublayer("vocabulary", step.phase)
+        if step.logits:
+            x = all_tokens(x, step.rows, sublayer)
         else:
-            x = last_tokens(x, batch.last, tokens, sublayer, plan.slices(phase))
-        scores = run["head"](x, model.head_weight[...], config.vocab_size, plan.width)
-        if logits:
-            return cache, StepOutput(None, None, scores.reshape(lanes, tokens, -1), loads, dropped)
-        token, logprob = run["sampling"](scores, config.vocab_size, plan.width, batch.options, sampled)
-        return cache, StepOutput(token, logprob, None, loads, dropped)
+            x = last_tokens(x, batch.last, step.tokens, sublayer, plan.slices(step.phase))
+        scores = strategies["head"].run(x, model.head_weight[...], vocab_size, plan.width)
+        if step.logits:
+            return StepOutput(None, None, scores.reshape(step.lanes, step.tokens, -1), None, None)
+        token, logprob = strategies["sampling"].run(scores, vocab_size, plan.width, batch.options, step.sampled)
+        return StepOutput(token, logprob, None, None, None)
+
+
+def _in_halves(batch: StepBatch) -> list[StepBatch]:
+    """The first and the second half of a batch's lanes, an even number."""
+    lanes = len(batch.positions) // 2
+    return [jax.tree.map(lambda x: x[:lanes], batch), jax.tree.map(lambda x: x[lanes:], batch)]
+
+
+def _joined(parts: tuple[jax.Array, ...]) -> jax.Array:
+    return parts[0] if len(parts) == 1 else jnp.concatenate(parts)
 
 
 def _no_keys(planes: list[list[Plane]], plan: Plan, pages: int) -> Cache:

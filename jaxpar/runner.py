@@ -118,9 +118,9 @@ class Runner:
             session = Session(self.programs, self.weights, mine, [len(prompt) for prompt in mine], SamplingParams())
             for chunk in session.prefill(logits=True):
                 logits = np.asarray(chunk.output.logits)
-                for i, columns in enumerate(chunk.columns):
-                    row = out[group[i], chunk.offset : chunk.offset + len(columns)]
-                    row[:] = logits[session.lane(i), columns, : row.shape[1]]
+                for i, (rows, columns) in enumerate(zip(chunk.rows, chunk.columns, strict=True)):
+                    part = out[group[i], chunk.offset : chunk.offset + len(columns)]
+                    part[:] = logits[rows, columns, : part.shape[1]]
         return out
 
     def stream(self, prompts: Iterable[Prompt] | str, **sampling: Unpack[SamplingOptions]) -> Iterator[Token]:

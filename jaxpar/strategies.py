@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -37,6 +37,17 @@ class Step:
     logits: bool = False
     sampled: bool = False
     differentiated: bool = False
+
+    @property
+    def batches(self) -> list[Step]:
+        """The step as the steps that its program runs: two of half the lanes each where the plan overlaps two batches.
+
+        A single lane has no halves. Lanes are an even number otherwise, as the engine has them.
+        """
+        alone = replace(self, plan=replace(self.plan, two_batch_overlap=False))
+        if not self.plan.two_batch_overlap or self.lanes == 1:
+            return [alone]
+        return [replace(alone, lanes=self.lanes // 2)] * 2
 
     @property
     def rows(self) -> int:

@@ -8,7 +8,7 @@ such ties are counted.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import jax
@@ -101,14 +101,14 @@ def verify(
         both = (_steps(runner, group, tokens[first:], params) for runner in (mesh, single))
         for ours, theirs in zip(*both, strict=True):
             reference = np.asarray(theirs.logits)
-            for i, columns in ours.columns.items():
-                expected = reference[theirs.session.lane(i), theirs.columns[i], : mesh.config.vocab_size]
+            for i, at in ours.places.items():
+                expected = reference[*theirs.places[i], : mesh.config.vocab_size]
                 largest = max(largest, float(np.abs(expected).max()))
                 if i in ours.generates:
                     best = np.partition(expected[-1], -2)[-2:]
                     margins[first + i].append(float(best[1] - best[0]))
-                for device, at, found, start in _on_every_rank(ours.logits, ours.session.lane(i), columns):
-                    part = expected[at, start : start + found.shape[1]]
+                for device, here, found, start in _on_every_rank(ours.logits, *at):
+                    part = expected[here, start : start + found.shape[1]]
                     difference = np.abs(found[:, : part.shape[1]] - part)
                     result = row(first + i, device)
                     # np.maximum keeps a NaN, where max() may not.
@@ -135,11 +135,10 @@ def verify(
 
 @dataclass
 class _Step:
-    """Logits [lanes, T, V] of one step; where each prompt's tokens stand in its lane; the prompts that generate."""
+    """Logits [lanes, T, V] of one step; lane and place in it of each prompt's tokens; the prompts that generate."""
 
-    session: Session
     logits: jax.Array
-    columns: dict[int, np.ndarray]
+    places: dict[int, tuple[np.ndarray, np.ndarray]]
     generates: list[int]
 
 
@@ -149,13 +148,14 @@ def _steps(
     """Run `tokens` after `prompts` through prefill and decode, logits of every position coming out."""
     session, everyone = _session(runner, prompts, params), list(range(len(prompts)))
     for chunk in session.prefill(logits=True):
-        here = {i: columns for i, columns in enumerate(chunk.columns) if len(columns)}
+        places = enumerate(zip(chunk.rows, chunk.columns, strict=True))
         assert chunk.output.logits is not None
-        yield _Step(session, chunk.output.logits, here, chunk.ended)
+        yield _Step(chunk.output.logits, {i: at for i, at in places if len(at[0])}, chunk.ended)
+    decoded = {i: (np.array([session.lane(i)]), np.zeros(1, np.int64)) for i in everyone}
     for at in range(params.max_new_tokens - 1):
         output = session.decode({i: row[at] for i, row in enumerate(tokens)}, logits=True)
         assert output.logits is not None
-        yield _Step(session, output.logits, dict.fromkeys(everyone, np.zeros(1, np.int64)), everyone)
+        yield _Step(output.logits, decoded, everyone)
 
 
 def _greedy(
@@ -166,22 +166,22 @@ def _greedy(
     found: list[dict[jax.Device, list[int]]] = [{} for _ in prompts]
     latest: dict[int, int] = {}
 
-    def keep(output: jax.Array, requests: Sequence[int]) -> None:
-        for i in requests:
+    def keep(output: jax.Array, rows: Mapping[int, int]) -> None:
+        for i, row in rows.items():
             for shard in output.addressable_shards:
                 lanes = range(*shard.index[0].indices(output.shape[0]))
-                if session.lane(i) in lanes:
-                    token = int(np.asarray(shard.data)[lanes.index(session.lane(i))])
+                if row in lanes:
+                    token = int(np.asarray(shard.data)[lanes.index(row)])
                     found[i].setdefault(shard.device, []).append(token)
                     latest[i] = token
 
     for chunk in session.prefill():
         assert chunk.output.token is not None
-        keep(chunk.output.token, chunk.ended)
+        keep(chunk.output.token, {i: chunk.row(i) for i in chunk.ended})
     for _ in range(params.max_new_tokens - 1):
         output = session.decode(latest)
         assert output.token is not None
-        keep(output.token, range(len(prompts)))
+        keep(output.token, {i: session.lane(i) for i in range(len(prompts))})
     return found
 
 
@@ -191,11 +191,12 @@ def _session(runner: Runner, prompts: Sequence[Sequence[int]], params: SamplingP
 
 
 def _on_every_rank(
-    logits: jax.Array, lane: int, columns: np.ndarray
+    logits: jax.Array, rows: np.ndarray, columns: np.ndarray
 ) -> Iterator[tuple[jax.Device, np.ndarray, np.ndarray, int]]:
-    """Each device's own copy of a lane's logits: (device, which of the tokens, [those, ids it holds], first id)."""
+    """Each device's own copy of logits at places: (device, which of the places, [those, ids it holds], first id)."""
     for shard in logits.addressable_shards:
         lanes, tokens, ids = (range(*s.indices(n)) for s, n in zip(shard.index, logits.shape, strict=True))
-        at = np.flatnonzero((columns >= tokens.start) & (columns < tokens.stop))
-        if lane in lanes and len(at):
-            yield shard.device, at, np.asarray(shard.data)[lanes.index(lane), columns[at] - tokens.start], ids.start
+        held = (rows >= lanes.start) & (rows < lanes.stop) & (columns >= tokens.start) & (columns < tokens.stop)
+        if held.any():
+            found = np.asarray(shard.data)[rows[held] - lanes.start, columns[held] - tokens.start]
+            yield shard.device, np.flatnonzero(held), found, ids.start

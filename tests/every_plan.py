@@ -24,6 +24,7 @@ CHOICES: Mapping[str, Mapping[str, Any]] = {
     "helix,overlap=3": {"decode_attention": "helix", "decode_overlap": 3},
     "sequence_parallel": {"sequence_parallel": True},
     "sequence_parallel,helix": {"sequence_parallel": True, "decode_attention": "helix"},
+    "two_batches": {"two_batch_overlap": True},
 }
 """Keyword arguments of plans, by the name that tests show."""
 
@@ -33,6 +34,9 @@ def phases_of(choice: str, mesh: str) -> tuple[Phase, ...]:
     sizes, chosen = MeshSpec.parse(mesh), CHOICES[choice]
     if not chosen:
         return PHASES
+    if "two_batch_overlap" in chosen:
+        # Steps are cut in two in the same way everywhere: a few meshes of several axes show it.
+        return PHASES if min(sizes.dp, sizes.tp) > 1 else ()
     if chosen.get("sequence_parallel") and (len(chosen) == 1 or sizes.cp > 1):
         return PHASES
     of_cp = [phase for phase in PHASES if sizes.cp > 1 and f"{phase}_attention" in chosen]

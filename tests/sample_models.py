@@ -108,10 +108,11 @@ def rank_logits(
             lanes, columns, ids = (range(*s.indices(n)) for s, n in zip(shard.index, logits.shape, strict=True))
             held, real = np.asarray(shard.data), max(runner.config.vocab_size - ids.start, 0)
             assert np.isneginf(held[:, :, real:]).all()
-            for request, at in enumerate(chunk.columns):
-                mine = np.flatnonzero((at >= columns.start) & (at < columns.stop))
-                if session.lane(request) in lanes and len(mine):
-                    part = held[lanes.index(session.lane(request)), at[mine] - columns.start, :real]
+            for request, (row, at) in enumerate(zip(chunk.rows, chunk.columns, strict=True)):
+                is_mine = (row >= lanes.start) & (row < lanes.stop) & (at >= columns.start) & (at < columns.stop)
+                mine = np.flatnonzero(is_mine)
+                if len(mine):
+                    part = held[row[mine] - lanes.start, at[mine] - columns.start, :real]
                     here = slice(ids.start, ids.start + part.shape[1])
                     yield ranks[shard.device], request, chunk.offset + mine, here, part
 
@@ -124,19 +125,19 @@ def rank_tokens(
     ranks = {device: rank for rank, device in enumerate(runner.programs.mesh.devices.flat)}
     chosen: list[dict[int, list[int]]] = [{} for _ in prompts]
 
-    def keep(tokens: jax.Array, requests: Sequence[int]) -> None:
+    def keep(tokens: jax.Array, rows: Mapping[int, int]) -> None:
         for shard in tokens.addressable_shards:
             lanes = range(*shard.index[0].indices(tokens.shape[0]))
-            for request in requests:
-                if session.lane(request) in lanes:
-                    token = int(np.asarray(shard.data)[lanes.index(session.lane(request))])
+            for request, row in rows.items():
+                if row in lanes:
+                    token = int(np.asarray(shard.data)[lanes.index(row)])
                     chosen[request].setdefault(ranks[shard.device], []).append(token)
 
     for chunk in session.prefill():
-        keep(chunk.output.token, chunk.ended)
+        keep(chunk.output.token, {request: chunk.row(request) for request in chunk.ended})
     for _ in range(count - 1):
         latest = {request: next(iter(on_rank.values()))[-1] for request, on_rank in enumerate(chosen)}
-        keep(session.decode(latest).token, range(len(prompts)))
+        keep(session.decode(latest).token, {request: session.lane(request) for request in latest})
     return chosen
 
 

@@ -38,6 +38,7 @@ PLANS: list[tuple[str, dict[str, Any]]] = [
     ("dp=2,ep=2,cp=2,tp=2", {"experts_over": "dp,ep,cp,tp", "devices_per_node": 4}),
     ("ep=2,cp=3,tp=2", {"decode_attention": "helix"}),
     ("cp=2,tp=2", {"experts_over": "tp", "decode_attention": "helix", "sequence_parallel": True}),
+    ("ep=2,tp=2", {"two_batch_overlap": True}),
 ]
 # Options of a dispatch, on meshes with nodes.
 OPTIONS: list[dict[str, Any]] = [
@@ -49,7 +50,8 @@ OPTIONS: list[dict[str, Any]] = [
 
 def a_step(mesh: str, fields: dict[str, Any], phase: Phase) -> Step:
     plan = Plan(MeshSpec.parse(mesh), page_size=4, **fields)
-    return Step(EXPERTS, plan, phase, lanes=3, tokens=1 if phase == "decode" else 5, keys=12)
+    lanes = 4 if plan.two_batch_overlap else 3
+    return Step(EXPERTS, plan, phase, lanes, tokens=1 if phase == "decode" else 5, keys=12)
 
 
 def every_program() -> Iterator[Any]:

@@ -16,10 +16,11 @@ from test_registry import CONFIG
 
 from jaxpar.checkpoint.config import ModelConfig
 from jaxpar.devices import abstract_mesh
+from jaxpar.ledger.trace import collective_of
 from jaxpar.ledger.walk import equations, inner_jaxprs, scopes_of
 from jaxpar.mesh import MeshSpec
 from jaxpar.overlap import even_parts
-from jaxpar.plan import Phase, Plan
+from jaxpar.plan import PHASES, Phase, Plan
 from jaxpar.program import Programs
 from jaxpar.strategies import Step
 
@@ -43,6 +44,13 @@ def body(plan: Plan, config: ModelConfig = DENSE, phase: Phase = "decode", lanes
 def inside(eqns: list[JaxprEqn], *scopes: str) -> list[int]:
     """The numbers of the equations in all of these scopes."""
     return [number for number, eqn in enumerate(eqns) if all(scope in scopes_of(eqn, "") for scope in scopes)]
+
+
+def halves(numbers: list[int]) -> tuple[set[int], set[int]]:
+    """What the program says for the first half batch, and then the same for the second."""
+    assert numbers
+    assert len(numbers) % 2 == 0
+    return set(numbers[: len(numbers) // 2]), set(numbers[len(numbers) // 2 :])
 
 
 def ancestors(eqns: list[JaxprEqn]) -> list[frozenset[int]]:
@@ -85,6 +93,42 @@ def holds(eqn: JaxprEqn, what: Callable[[JaxprEqn], object]) -> bool:
 
 def is_product(eqn: JaxprEqn) -> bool:
     return eqn.primitive.name in ("dot_general", "ragged_dot_general")
+
+
+@pytest.mark.parametrize("dispatch", ["standard", "all_to_all"])
+@pytest.mark.parametrize("phase", PHASES)
+def test_half_batches_share_nothing_but_the_keys_that_the_first_has_stored_in_the_layer(
+    phase: Phase, dispatch: str
+) -> None:
+    plan = Plan(MeshSpec(ep=2, cp=2, tp=2), page_size=4, moe_dispatch=dispatch, two_batch_overlap=True)
+    eqns = body(plan, EXPERTS, phase, lanes=4)
+    before, of_first, of_second = ancestors(eqns), set(), set()
+    for layer in ("layer_0", "layer_1"):
+        attends = halves(inside(eqns, layer, "attention:psum"))
+        passes = halves(inside(eqns, layer, "moe:psum"))
+        dispatches = halves(inside(eqns, layer, f"moe_dispatch:{dispatch}"))
+        for half in dispatches:
+            assert any(holds(eqns[number], collective_of) for number in half)
+            assert any(holds(eqns[number], is_product) for number in half)
+        # Dispatch, experts and the way back of each, and all else of the layer's FFN, wait for nothing of the other's,
+        # and the second's attention not for them. It waits for the first's keys, which lie in the cache.
+        assert not needs(before, passes[0], passes[1])
+        assert not needs(before, passes[1], passes[0])
+        assert not needs(before, attends[1], passes[0])
+        assert needs(before, attends[1], attends[0])
+        attended, _ = halves(inside(eqns, layer, f"{phase}_attention:"))
+        assert not needs(before, attends[1] | passes[1], attended)
+        of_first |= attends[0] | passes[0]
+        of_second |= attends[1] | passes[1]
+    # The first half never waits for the second, in any layer.
+    assert not needs(before, of_first, of_second)
+    assert not any(holds(eqn, collective_of) for eqn in conditions(eqns))
+
+
+def conditions(eqns: list[JaxprEqn]) -> list[JaxprEqn]:
+    """Every `cond`, however deep it stands."""
+    found = [eqn for eqn in eqns if eqn.primitive.name == "cond"]
+    return found + [one for eqn in eqns for inner in inner_jaxprs(eqn) for one in conditions(equations(inner))]
 
 
 @pytest.mark.parametrize("fields", [{"moe_capacity": 1.25}, {}, {"moe_deduplicate": True}], ids=str)

@@ -116,6 +116,7 @@ def test_dp_ep_cp_and_tp_run_and_so_does_pp_of_size_1() -> None:
         ({"cp_interleave": 600, "mesh": MeshSpec(cp=2)}, "cp_interleave=600 on cp=2 leaves ranks without tokens"),
         ({"decode_overlap": 0}, "decode_overlap=0: it must be a whole number of at least 1"),
         ({"single_batch_overlap": 0}, "single_batch_overlap=0: it must be a whole number of at least 1"),
+        ({"two_batch_overlap": 2}, "two_batch_overlap=2: it must be True or False"),
         ({"moe_dispatch": 3}, "moe_dispatch=3: give a strategy's name, such as 'auto'"),
         ({"moe_deduplicate": 1}, "moe_deduplicate=1: it must be True or False"),
         ({"moe_capacity": -0.5}, "moe_capacity=-0.5: it must be 0 (nothing is dropped) or above"),

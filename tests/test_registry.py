@@ -19,9 +19,9 @@ from jaxpar.checkpoint.config import MLAConfig, ModelConfig, RopeConfig
 from jaxpar.devices import abstract_mesh
 from jaxpar.errors import PlanError
 from jaxpar.ledger.flops import trace_flops
-from jaxpar.ledger.predict import predict_flops
+from jaxpar.ledger.predict import predict_flops, predict_traffic
 from jaxpar.ledger.trace import count_collectives, trace_traffic
-from jaxpar.ledger.traffic import Traffic, compare, merge
+from jaxpar.ledger.traffic import Traffic, compare
 from jaxpar.mesh import AXES, MeshSpec
 from jaxpar.plan import PHASES, Phase, Plan
 from jaxpar.program import Programs
@@ -100,16 +100,12 @@ def traced(step: Step) -> list[Traffic]:
     return trace_traffic(jaxpr(step), step.plan.mesh.sizes)
 
 
-def predicted(step: Step) -> list[Traffic]:
-    return merge(row for strategy in chosen(step).values() for row in strategy.traffic(step))
-
-
 @pytest.mark.parametrize(("mesh", "choice", "phase", "kind"), PROGRAMS)
 def test_predicted_bytes_calls_and_flops_are_the_traced_ones_and_no_collective_stands_where_ranks_may_part_ways(
     mesh: str, choice: str, phase: Phase, kind: str
 ) -> None:
     step = a_step(mesh, phase, kind, choice)
-    assert compare(predicted(step), traced(step)) == []
+    assert compare(predict_traffic(step), traced(step)) == []
     flops = {row.name: row.flops for row in trace_flops(jaxpr(step))}
     assert flops == predict_flops(step)
     assert uniform_control_violations(jaxpr(step), step.plan.mesh.sizes) == []
@@ -120,7 +116,7 @@ def test_predicted_bytes_calls_and_flops_of_latent_attention_are_the_traced_ones
     mesh: str, choice: str, phase: Phase
 ) -> None:
     step = a_step(mesh, phase, "greedy", choice, config=LATENT, dtype="bfloat16")
-    assert compare(predicted(step), traced(step)) == []
+    assert compare(predict_traffic(step), traced(step)) == []
     assert {row.sublayer: row.flops for row in trace_flops(jaxpr(step))} == predict_flops(step)
     assert uniform_control_violations(jaxpr(step), step.plan.mesh.sizes) == []
 
@@ -137,7 +133,7 @@ def test_predicted_bytes_and_calls_are_the_traced_ones_in_every_dtype(
     mesh: str, choice: str, phase: Phase, kind: str, dtype: str
 ) -> None:
     step = a_step(mesh, phase, kind, choice, dtype=dtype)
-    assert compare(predicted(step), traced(step)) == []
+    assert compare(predict_traffic(step), traced(step)) == []
     half, full = (
         sum(row.sent_bytes for row in traced(one) if row.sublayer in ("embedding", "attention", "ffn", "head"))
         for one in (step, a_step(mesh, phase, kind, choice))

@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxpar.engine.sizes import bucket, lanes_of, local_tokens, pool_size, prefill_chunks, stored_by_rank
+from jaxpar.engine.sizes import bucket, eighths, lanes_of, local_tokens, prefill_chunks, stored_by_rank
 from jaxpar.layout import LAYOUTS, deal
 from jaxpar.mesh import MeshSpec
 from jaxpar.plan import Plan
@@ -51,7 +51,7 @@ def test_sizes_are_rounded_up_to_a_power_of_two(n: int) -> None:
 
 @given(st.integers(1, 10**6))
 def test_a_pool_of_pages_is_at_most_an_eighth_larger_than_what_it_holds(n: int) -> None:
-    assert n <= pool_size(n) <= n + n // 8
+    assert n <= eighths(n) <= n + n // 8
 
 
 @given(st.integers(1, 10**4), st.integers(1, 4))

@@ -59,7 +59,7 @@ def ledger(
     planned.check_runnable()
     counts = loads_of(config, None if loads is None else read_loads(loads))
     for step in make_steps(config, planned, phase, batch, context):  # type: ignore[arg-type]  # it checks the phase
-        chosen(step)
+        chosen(step.batches[0])
     devices = make_mesh(spec, ensure_devices(spec, platform)) if compile_ else None
     with progress(f"{'Compiling' if compile_ else 'Tracing'} for {spec}"):
         counted = make_ledger(config, planned, phase, batch, context, devices, sampled, counts)  # type: ignore[arg-type]

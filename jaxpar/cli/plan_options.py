@@ -24,6 +24,7 @@ _HELP: dict[str, str] = {
     "ulysses_degree": "Of usp: how much of cp is Ulysses; 0: as much as KV heads allow.",
     "decode_attention": "auto, ag_rs, a2a, q_replicated or helix, over cp.",
     "decode_overlap": "Parts in which decode attention takes the requests.",
+    "two_batch_overlap": "Run a step as two half batches, layer by layer in turn.",
     "single_batch_overlap": "Blocks in which all_to_all sends back what experts made.",
     "sequence_parallel": "Split the residual stream over tp along its tokens.",
     "chunk": "Most tokens of a prompt that one prefill step takes.",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -48,10 +48,10 @@ def _run_group(
     counts = [0] * len(prompts)
     latest: dict[int, int] = {}
 
-    def emit(output: StepOutput, requests: Sequence[int]) -> Iterator[Token]:
+    def emit(output: StepOutput, rows: Mapping[int, int]) -> Iterator[Token]:
         tokens, logprobs = np.asarray(output.token), np.asarray(output.logprob)
-        for i in requests:
-            token, logprob = int(tokens[session.lane(i)]), float(logprobs[session.lane(i)])
+        for i, row in rows.items():
+            token, logprob = int(tokens[row]), float(logprobs[row])
             if math.isnan(logprob):
                 raise JaxparError(
                     f"request {i}: the logits of token {counts[i]} are not numbers in {programs.plan.dtype}: "
@@ -73,9 +73,9 @@ def _run_group(
             yield Token(i, token, text, logprob, reason)
 
     for chunk in session.prefill():
-        yield from emit(chunk.output, chunk.ended)
+        yield from emit(chunk.output, {i: chunk.row(i) for i in chunk.ended})
     while latest:
-        yield from emit(session.decode(latest), sorted(latest))
+        yield from emit(session.decode(latest), {i: session.lane(i) for i in sorted(latest)})
 
 
 def collect(tokens: Iterator[Token], requests: int) -> list[Completion]:

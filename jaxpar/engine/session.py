@@ -8,8 +8,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jaxpar.engine.lanes import assign
+from jaxpar.engine.prefill import Part, cuts_of, prefill_steps
 from jaxpar.engine.requests import SamplingParams
-from jaxpar.engine.sizes import local_tokens, prefill_chunks, stored_by_rank, table_width
+from jaxpar.engine.sizes import stored_by_rank, table_width
 from jaxpar.layout import deal, owner
 from jaxpar.plan import Phase
 from jaxpar.program import Programs, StepBatch, StepOutput, Weights
@@ -19,17 +20,23 @@ from jaxpar.vocabulary.sampling import SamplingArrays
 class Chunk(NamedTuple):
     """One prefill step: where in the prompts it begins, which requests end in it, and its output.
 
-    `columns[i]` says where the tokens of request i stand among those of its lane, in order; logits have them there.
+    `rows[i]` and `columns[i]` say in which lanes the tokens of request i stand, in order, and where among those of a
+    lane; logits have them there.
     """
 
     offset: int
+    rows: list[np.ndarray]
     columns: list[np.ndarray]
     ended: list[int]
     output: StepOutput
 
+    def row(self, request: int) -> int:
+        """The row of the output that has the token after a request's."""
+        return int(self.rows[request][-1])
+
 
 class Session:
-    """Requests that run together. Every request has a lane; lanes without one step along and do nothing."""
+    """Requests that run together. Each has a lane of a step; lanes without one step along and do nothing."""
 
     def __init__(
         self,
@@ -50,14 +57,16 @@ class Session:
         """
         self._programs, self._weights, self._prompts = programs, weights, prompts
         plan = programs.plan
+        lengths = [len(prompt) for prompt in prompts]
         on_rank = [
-            int(stored_by_rank(len(prompt), tokens, plan).max())
-            for prompt, tokens in zip(prompts, capacity, strict=True)
+            int(stored_by_rank(length, tokens, plan, cuts).max())
+            for length, tokens, cuts in zip(lengths, capacity, cuts_of(lengths, plan), strict=True)
         ]
         self._lanes = assign(on_rank, plan)
         self._cache = programs.empty_cache(self._lanes.pages)
-        self._length = np.zeros(self._lanes.total, np.int32)
-        self._stored = np.zeros((self._lanes.total, plan.mesh.cp), np.int32)
+        # Of each request, in all and on each rank of cp.
+        self._length = np.zeros(len(prompts), np.int32)
+        self._stored = np.zeros((len(prompts), plan.mesh.cp), np.int32)
         self._params = params
 
     def prefill(self, logits: bool = False) -> Iterator[Chunk]:
@@ -65,69 +74,81 @@ class Session:
 
         The output of a chunk has the next token of the requests that end in it, or with `logits` those of every token.
         """
-        longest, plan = max(len(prompt) for prompt in self._prompts), self._programs.plan
-        for offset, size in prefill_chunks(longest, plan):
-            width, columns = local_tokens(size, plan), []
-            batch = self._blank(plan.mesh.cp * width)
-            for i, prompt in enumerate(self._prompts):
-                row, ids = self.lane(i), np.asarray(prompt[offset : offset + size], np.int32)
-                dealt = deal(plan.layout, offset, len(ids), plan.mesh.cp, plan.cp_interleave)
-                # Each rank's tokens stand side by side, and padding after them.
-                at = np.zeros(len(ids), np.int64)
-                for rank, tokens in enumerate(dealt):
-                    at[tokens] = rank * width + np.arange(len(tokens))
-                batch.tokens[row, at] = ids
-                batch.positions[row, at] = offset + np.arange(len(ids))
-                batch.last[row] = at[-1] if len(ids) else 0
-                self._stored[row] += [len(tokens) for tokens in dealt]
-                self._length[row] += len(ids)
-                columns.append(at)
+        plan, replicas = self._programs.plan, self._programs.plan.mesh.dp * self._programs.plan.mesh.ep
+        for offset, size, lanes, width, parts in prefill_steps([len(prompt) for prompt in self._prompts], plan):
+            batch = self._blank(replicas * lanes, plan.mesh.cp * width)
+            rows, columns = ([np.zeros(0, np.int64) for _ in self._prompts] for _ in range(2))
+            for part in parts:
+                at = self._place(part, width, batch)
+                rows[part.request] = np.append(rows[part.request], np.full(part.size, part.row))
+                columns[part.request] = np.append(columns[part.request], at)
             ended = [i for i, prompt in enumerate(self._prompts) if offset < len(prompt) <= offset + size]
-            yield Chunk(offset, columns, ended, self._step("prefill", batch, logits))
+            yield Chunk(offset, rows, columns, ended, self._step("prefill", batch, logits))
+
+    def _place(self, part: Part, width: int, batch: StepBatch) -> np.ndarray:
+        """Put a part of a prompt into its lane, `width` tokens on each rank -> where in the lane its tokens stand."""
+        plan, (request, first, size, row) = self._programs.plan, part
+        dealt = deal(plan.layout, first, size, plan.mesh.cp, plan.cp_interleave)
+        # Each rank's tokens stand side by side, and padding after them.
+        at = np.zeros(size, np.int64)
+        for rank, tokens in enumerate(dealt):
+            at[tokens] = rank * width + np.arange(len(tokens))
+        batch.tokens[row, at] = self._prompts[request][first : first + size]
+        batch.positions[row, at] = first + np.arange(size)
+        batch.last[row] = at[-1]
+        self._take(request, row, batch, [len(tokens) for tokens in dealt])
+        return at
 
     def decode(self, tokens: Mapping[int, int], logits: bool = False) -> StepOutput:
         """One step: the latest token of each request that goes on -> its next one, or its logits."""
-        plan, batch = self._programs.plan, self._blank(1)
+        plan, batch = self._programs.plan, self._blank(self._lanes.total, 1)
         for request, token in tokens.items():
-            row = self.lane(request)
-            batch.tokens[row], batch.positions[row] = token, self._length[row]
-            self._stored[row, owner(self._length[row], plan.mesh.cp, plan.cp_interleave)] += 1
-            self._length[row] += 1
+            row, position = self.lane(request), self._length[request]
+            batch.tokens[row], batch.positions[row] = token, position
+            mine = owner(position, plan.mesh.cp, plan.cp_interleave)
+            self._take(request, row, batch, [int(rank == mine) for rank in range(plan.mesh.cp)])
         return self._step("decode", batch, logits)
 
     def lane(self, request: int) -> int:
-        """The row of a request in the outputs."""
+        """The row of a request in the outputs of decode."""
         return self._lanes.lane[request]
 
-    def _blank(self, width: int) -> StepBatch:
-        """A batch in which no lane does anything; `_step` adds page tables and options."""
-        total = self._lanes.total
-        tokens, positions = np.zeros((total, width), np.int32), np.full((total, width), -1, np.int32)
-        return StepBatch(tokens, positions, self._stored.copy(), None, np.zeros(total, np.int32), None)
+    def _blank(self, lanes: int, width: int) -> StepBatch:
+        """A batch in which no lane does anything."""
+        table = np.full((lanes, self._lanes.table.shape[1]), -1, np.int32)
+        zeros = np.zeros(lanes, np.int32)
+        tokens, positions = np.zeros((lanes, width), np.int32), np.full((lanes, width), -1, np.int32)
+        start = np.zeros((lanes, self._stored.shape[1]), np.int32)
+        return StepBatch(tokens, positions, start, table, zeros, self._options(lanes))
+
+    def _take(self, request: int, row: int, batch: StepBatch, on_rank: Sequence[int]) -> None:
+        """Let a lane have a request, of which each rank of cp stores so many more tokens."""
+        batch.start[row] = self._stored[request]
+        batch.table[row] = self._lanes.table[self.lane(request)]
+        self._stored[request] += on_rank
+        self._length[request] += sum(on_rank)
+        batch.options.position[row] = self._length[request]
 
     def _step(self, phase: Phase, batch: StepBatch, logits: bool) -> StepOutput:
-        batch = batch._replace(table=self._table(), options=self._options())
+        # Page tables are as wide as the longest request so far needs.
+        width = table_width(int(self._stored.max()), self._programs.plan)
+        table = batch.table[:, :width]
+        batch = batch._replace(table=np.pad(table, ((0, 0), (0, width - table.shape[1])), constant_values=-1))
         sampled = self._params.temperature > 0
         program = self._programs.step(phase, logits, sampled and not logits)
         self._cache, output = program(self._weights, self._cache, batch)
         self._programs.note(output)
         return output
 
-    def _table(self) -> np.ndarray:
-        """Page tables as wide as the longest request so far needs."""
-        width = table_width(int(self._stored.max()), self._programs.plan)
-        table = self._lanes.table[:, :width]
-        return np.pad(table, ((0, 0), (0, width - table.shape[1])), constant_values=-1)
-
-    def _options(self) -> SamplingArrays:
-        def lanes(value: float, dtype: Any) -> np.ndarray:
-            return np.full(self._lanes.total, value, dtype)
+    def _options(self, lanes: int) -> SamplingArrays:
+        def each(value: float, dtype: Any) -> np.ndarray:
+            return np.full(lanes, value, dtype)
 
         params = self._params
         return SamplingArrays(
-            lanes(params.temperature, np.float32),
-            lanes(params.top_k, np.int32),
-            lanes(params.top_p, np.float32),
-            lanes(params.seed, np.uint32),
-            self._length.copy(),  # a step that still runs must not see the next one's
+            each(params.temperature, np.float32),
+            each(params.top_k, np.int32),
+            each(params.top_p, np.float32),
+            each(params.seed, np.uint32),
+            each(0, np.int32),
         )

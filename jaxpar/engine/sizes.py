@@ -5,7 +5,8 @@ The engine runs these sizes and the ledger counts them.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from itertools import pairwise
 
 import numpy as np
 
@@ -18,10 +19,20 @@ def bucket(n: int) -> int:
     return 1 << (n - 1).bit_length()
 
 
+def eighths(n: int) -> int:
+    """At or above n, by an eighth at most: of these there are few."""
+    step = max(1, bucket(n) // 16)
+    return -(-n // step) * step
+
+
+def rounded_lanes(n: int) -> int:
+    """The lanes for n requests: 1, 2, 4, 8, and then multiples of 8."""
+    return bucket(n) if n <= 8 else -(-n // 8) * 8
+
+
 def lanes_of(requests: int, plan: Plan) -> int:
-    """Lanes of each replica for `requests` in all: 1, 2, 4, 8, and then multiples of 8."""
-    each = -(-requests // (plan.mesh.dp * plan.mesh.ep))
-    return bucket(each) if each <= 8 else -(-each // 8) * 8
+    """Lanes of each replica for `requests` in all."""
+    return rounded_lanes(-(-requests // (plan.mesh.dp * plan.mesh.ep)))
 
 
 def groups_of(requests: int, plan: Plan) -> Iterator[range]:
@@ -45,15 +56,16 @@ def local_tokens(tokens: int, plan: Plan) -> int:
     return local_length(plan.layout, tokens, plan.mesh.cp, plan.cp_interleave)
 
 
-def stored_by_rank(prompt: int, stored: int, plan: Plan) -> np.ndarray:
+def stored_by_rank(prompt: int, stored: int, plan: Plan, cuts: Iterable[int] = ()) -> np.ndarray:
     """How many of the first `stored` tokens of a request each rank of cp holds [cp]; `prompt` of them are prefilled.
 
-    The layout deals each chunk of the prompt, and every token after it lies with the rank that its position names.
+    The layout deals each chunk of the prompt, the parts of one that is cut before a token of `cuts` on their own, and
+    every token after it lies with the rank that its position names.
     """
-    held = np.zeros(plan.mesh.cp, np.int64)
-    for first, size in prefill_chunks(min(prompt, stored), plan):
-        count = min(size, min(prompt, stored) - first)
-        dealt = deal(plan.layout, first, count, plan.mesh.cp, plan.cp_interleave)
+    held, end = np.zeros(plan.mesh.cp, np.int64), min(prompt, stored)
+    edges = {*range(0, end, plan.chunk), *(cut for cut in cuts if cut < end), end}
+    for first, after in pairwise(sorted(edges)):
+        dealt = deal(plan.layout, first, after - first, plan.mesh.cp, plan.cp_interleave)
         held += [len(tokens) for tokens in dealt]
     decoded = owner(np.arange(min(prompt, stored), stored), plan.mesh.cp, plan.cp_interleave)
     return held + np.bincount(decoded, minlength=plan.mesh.cp)
@@ -67,9 +79,3 @@ def pages_of(tokens: int, plan: Plan) -> int:
 def table_width(stored: int, plan: Plan) -> int:
     """Pages that a step's page table lists for each request, of which a rank has at most `stored` tokens."""
     return bucket(pages_of(stored, plan))
-
-
-def pool_size(pages: int) -> int:
-    """Pages of each rank's cache where `pages` are needed: up to an eighth more, so that few sizes occur."""
-    step = max(1, bucket(pages) // 16)
-    return -(-pages // step) * step

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
@@ -21,7 +22,9 @@ from jaxpar.strategies import Step, Strategy
 
 def predict_traffic(step: Step) -> list[Traffic]:
     """Every collective of a step, from the closed forms of the strategies that the plan chose."""
-    return merge(row for strategy in chosen(step).values() for row in strategy.traffic(step))
+    return merge(
+        row for batch in step.batches for strategy in chosen(batch).values() for row in strategy.traffic(batch)
+    )
 
 
 def predict_flops(step: Step) -> dict[str, int]:
@@ -29,6 +32,14 @@ def predict_flops(step: Step) -> dict[str, int]:
 
     Attention counts every tile of the page table, as if none could be skipped: which are is known only when it runs.
     """
+    total: Counter[str] = Counter()
+    for batch in step.batches:
+        total.update(_flops(batch))
+    return dict(total)
+
+
+def _flops(step: Step) -> dict[str, int]:
+    """Those of one batch."""
     config, heads, rows = step.config, step.heads, product_rows(step.rows, step.itemsize)
     hidden, plan = config.hidden_size, step.plan
     attention = chosen(step)[f"{step.phase}_attention"]

@@ -15,15 +15,8 @@ from numpy.typing import ArrayLike
 from jaxpar.attention.planes import values_a_token
 from jaxpar.checkpoint.config import ModelConfig
 from jaxpar.devices import abstract_mesh
-from jaxpar.engine.sizes import (
-    lanes_of,
-    local_tokens,
-    pages_of,
-    pool_size,
-    prefill_chunks,
-    stored_by_rank,
-    table_width,
-)
+from jaxpar.engine.prefill import cuts_of, prefill_steps
+from jaxpar.engine.sizes import eighths, lanes_of, pages_of, stored_by_rank, table_width
 from jaxpar.errors import PlanError
 from jaxpar.ledger.compiled import Change, compare_compiled
 from jaxpar.ledger.flops import trace_flops
@@ -192,23 +185,32 @@ def make_steps(
         raise PlanError(
             f"{seq} tokens of a request are more than the model's {context} positions: ask for {context} or less"
         )
-    lanes = lanes_of(batch, plan)
-    sizes = [(1, seq)]
+    sizes = [(lanes_of(batch, plan), 1, seq)]
     if phase == "prefill":
-        sizes = [(local_tokens(size, plan), min(offset + size, seq)) for offset, size in prefill_chunks(seq, plan)]
+        prefill = prefill_steps([seq] * batch, plan)
+        sizes = [(step.lanes, step.tokens, min(step.offset + step.size, seq)) for step in prefill]
+    held = _Held(phase, batch, seq, plan)
     return [
-        Step(config, plan, phase, lanes, tokens, _keys(phase, seq, stored, plan), sampled=sampled)
-        for tokens, stored in sizes
+        Step(config, plan, phase, lanes, tokens, table_width(held.most(stored), plan) * plan.page_size, sampled=sampled)
+        for lanes, tokens, stored in sizes
     ]
 
 
-def _most(phase: Phase, seq: int, stored: int, plan: Plan) -> int:
-    """The most that one rank of cp has of the first `stored` tokens; the last one of a decode step is a new one."""
-    return int(stored_by_rank(seq - (phase == "decode"), stored, plan).max())
+class _Held:
+    """How many tokens of each request the fullest rank of cp has; the last token of a decode step is a new one."""
 
+    def __init__(self, phase: Phase, batch: int, seq: int, plan: Plan) -> None:
+        self._prompt, self._plan = seq - (phase == "decode"), plan
+        self._cuts = cuts_of([self._prompt] * batch, plan)
 
-def _keys(phase: Phase, seq: int, stored: int, plan: Plan) -> int:
-    return table_width(_most(phase, seq, stored, plan), plan) * plan.page_size
+    def each(self, stored: int) -> list[int]:
+        """Of the first `stored` tokens of each request."""
+        by_cuts = {cuts: int(stored_by_rank(self._prompt, stored, self._plan, cuts).max()) for cuts in set(self._cuts)}
+        return [by_cuts[cuts] for cuts in self._cuts]
+
+    def most(self, stored: int) -> int:
+        """Of the first `stored` tokens of the request that has most."""
+        return max(self.each(stored))
 
 
 def make_ledger(
@@ -240,9 +242,9 @@ def make_ledger(
     steps = make_steps(config, plan, phase, batch, seq, sampled)
     sizes = plan.mesh.sizes
     programs = Programs(config, plan, mesh or abstract_mesh(plan.mesh))
-    requests = -(-batch // (plan.mesh.dp * plan.mesh.ep))
-    held = _most(phase, seq, seq, plan)
-    pages = pool_size(requests * pages_of(held, plan))
+    held, replicas = _Held(phase, batch, seq, plan).each(seq), plan.mesh.dp * plan.mesh.ep
+    of_replicas = [held[replica::replicas] for replica in range(replicas)]
+    pages = eighths(max(sum(pages_of(tokens, plan) for tokens in replica) for replica in of_replicas))
     counted = [_count(programs, step, count, pages, layers) for step, count in Counter(steps).items()]
     weights, cache, _ = programs.abstract_arguments(counted[0].step, pages)
     cache_bytes = local_bytes(cache.planes, programs.cache_specs().planes, sizes)
@@ -257,10 +259,10 @@ def make_ledger(
         pages=pages,
         weight_bytes=local_bytes(weights, programs.weight_specs, sizes),
         cache_bytes=cache_bytes,
-        needed_cache_bytes=cache_bytes // (pages * plan.page_size) * requests * held,
+        needed_cache_bytes=cache_bytes // (pages * plan.page_size) * max(map(sum, of_replicas)),
         copied_cache_bytes=cache_bytes * plan.mesh.size // stored * (stored - once),
         latents=_latents(programs, batch * seq * once) if config.mla else None,
-        work=prefill_work(steps, seq) if phase == "prefill" else None,
+        work=prefill_work(steps, seq, batch) if phase == "prefill" else None,
         compiled=_compile(programs, mesh, largest, pages) if isinstance(mesh, Mesh) else None,
     )
 
@@ -284,7 +286,7 @@ def _count(programs: Programs, step: Step, count: int, pages: int, loads: np.nda
         for name in dict.fromkeys([*flops, *traced_flops])
         if flops.get(name, 0) != traced_flops.get(name, 0)
     ]
-    rounds, auto = count_rounds(step, loads), reasons(step)
+    rounds, auto = count_rounds(step, loads), reasons(step.batches[0])
     return StepLedger(step, count, traffic, traced, flops, traced_flops, differences, rounds, auto)
 
 

@@ -55,7 +55,8 @@ def loads_of(config: ModelConfig, loads: ArrayLike | None) -> np.ndarray | None:
 
 
 def count_rounds(step: Step, loads: np.ndarray | None) -> Rounds:
-    """The iterations that loads [MoE layers, experts] need."""
+    """The iterations that loads [MoE layers, experts] need; of two half batches each needs as many."""
+    step = step.batches[0]
     dispatch = chosen(step).get("moe_dispatch")
     if dispatch is None or dispatch.rounds is None or loads is None:
         return {}

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from jaxpar.attention.tiles import seen_tiles, tile_sizes
-from jaxpar.engine.sizes import local_tokens, prefill_chunks
+from jaxpar.engine.prefill import prefill_steps
 from jaxpar.layout import deal
 from jaxpar.registry import chosen
 from jaxpar.strategies import Step
@@ -40,17 +40,23 @@ class Work:
         return sum(self.computed) / sum(self.seen)
 
 
-def prefill_work(steps: list[Step], seq: int) -> Work:
-    """The work of prefilling one request of `seq` tokens; `steps` are those of its chunks, in order."""
+def prefill_work(steps: list[Step], seq: int, batch: int = 1) -> Work:
+    """The work of prefilling the first of `batch` requests of `seq` tokens; `steps` are those of its chunks."""
     plan, windows = steps[0].plan, Counter(steps[0].config.windows)
     ranks = plan.mesh.cp
     cached: list[list[np.ndarray]] = [[] for _ in range(ranks)]
     seen, computed = np.zeros(ranks, np.int64), np.zeros(ranks, np.int64)
-    for (first, size), step in zip(prefill_chunks(seq, plan), steps, strict=True):
-        dealt = [first + held for held in deal(plan.layout, first, min(size, seq - first), ranks, plan.cp_interleave)]
+    parts = [
+        (part.first, part.size, step.batches[0])
+        for taken, step in zip(prefill_steps([seq] * batch, plan), steps, strict=True)
+        for part in taken.parts
+        if part.request == 0
+    ]
+    for first, size, step in parts:
+        dealt = [first + held for held in deal(plan.layout, first, size, ranks, plan.cp_interleave)]
         for rank, held in enumerate(dealt):
             cached[rank].append(held)
-        queries = _padded(dealt, local_tokens(size, plan))
+        queries = _padded(dealt, step.tokens)
         keys = _padded([np.concatenate(chunks) for chunks in cached], step.keys)
         strategy = chosen(step)[f"{step.phase}_attention"]
         for rank in range(ranks):

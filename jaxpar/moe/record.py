@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
@@ -30,6 +31,12 @@ def record(routing: Routing, real: jax.Array, dropped: jax.Array | None) -> Laye
     loads = jnp.bincount(chosen, length=experts).astype(jnp.int32)
     shares = routing.scores / routing.scores.sum(axis=1, keepdims=True)
     return LayerRecord(loads, jnp.where(real[:, None], shares, 0.0).sum(axis=0), dropped)
+
+
+def added(records: Sequence[LayerRecord]) -> LayerRecord:
+    """The record of a layer that took a rank's tokens in several batches."""
+    together: LayerRecord = jax.tree.map(lambda *counts: sum(counts[1:], counts[0]), *records)
+    return together
 
 
 def all_loads(records: list[LayerRecord]) -> jax.Array | None:

@@ -1,9 +1,16 @@
 """A decoder in the local view: embedding, slots of layers, final norm, vocabulary head.
 
 tokens -> embedding -> [ x + leave(attention(enter(norm(x)))) ; x + leave(ffn(enter(norm(x)))) ] * layers -> norm
+
+Of two half batches (`two_batch_overlap`) each sublayer takes one after the other. All that one needs of the other are
+the keys that it has stored in the same layer, so that a backend may send for one while it computes for the other:
+
+    attention A | attention B | FFN A | FFN B | attention A | ...        layer by layer
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import jax
 from flax import nnx
@@ -12,7 +19,7 @@ from jaxpar.attention.cache import Planes
 from jaxpar.checkpoint.config import ModelConfig
 from jaxpar.collectives import enter, leave
 from jaxpar.errors import PlanError
-from jaxpar.moe.record import LayerRecord
+from jaxpar.moe.record import LayerRecord, added
 from jaxpar.nn.attention import Attention
 from jaxpar.nn.context import StepContext
 from jaxpar.nn.linear import rms_norm
@@ -35,24 +42,26 @@ class Slot(nnx.Module):
         self.ffn_norm = _norm(config, plan, layers, "post_attention_layernorm")
         self.ffn = _ffn(config, plan, layers)
 
-    def __call__(self, x: jax.Array, planes: Planes, step: StepContext) -> tuple[jax.Array, Planes, LayerRecord | None]:
-        """Residual rows [R, D] and the layer's cache -> both after this layer, and the record of its experts."""
-        plan, phase, tokens = step.plan, step.phase, step.positions.size
-        sublayer = plan.sublayer("attention", phase)
+    def attend(self, x: jax.Array, planes: Planes, step: StepContext) -> tuple[jax.Array, Planes]:
+        """Residual rows [R, D] and the layer's cache -> both after the layer's attention."""
+        plan, sublayer = step.plan, step.plan.sublayer("attention", step.phase)
         with jax.named_scope(f"attention:{plan.all_reduce}"):
-            h = enter(rms_norm(x, self.attention_norm[0], self.eps), sublayer, tokens)
+            h = enter(rms_norm(x, self.attention_norm[0], self.eps), sublayer, step.positions.size)
             part, planes = self.attention(h, planes, step)
-            x = x + self.attention.out.add_bias(leave(part, sublayer, step.all_reduce))
+            return x + self.attention.out.add_bias(leave(part, sublayer, step.all_reduce)), planes
+
+    def feed(self, x: jax.Array, step: StepContext) -> tuple[jax.Array, LayerRecord | None]:
+        """Residual rows [R, D] after attention -> after the layer's FFN, and the record of its experts."""
+        plan, phase = step.plan, step.phase
         name: SublayerName = "moe" if isinstance(self.ffn, MoE) else "ffn"
         sublayer = plan.sublayer(name, phase)
         with jax.named_scope(f"{name}:{plan.all_reduce}"):
-            h = enter(rms_norm(x, self.ffn_norm[0], self.eps), sublayer, tokens)
+            h = enter(rms_norm(x, self.ffn_norm[0], self.eps), sublayer, step.positions.size)
             split = tuple(axis for axis in plan.width_of(name, phase) if axis not in plan.width)
             if isinstance(self.ffn, MoE):
                 part, record = self.ffn(h, split, step)
-                return x + leave(part, sublayer, step.all_reduce)[: x.shape[0]], planes, record
-            x = x + self.ffn.down.add_bias(leave(self.ffn(h, split), sublayer, step.all_reduce))
-        return x, planes, None
+                return x + leave(part, sublayer, step.all_reduce)[: x.shape[0]], record
+            return x + self.ffn.down.add_bias(leave(self.ffn(h, split), sublayer, step.all_reduce)), None
 
 
 def _ffn(config: ModelConfig, plan: Plan, layers: tuple[int, ...]) -> MLP | MoE:
@@ -96,16 +105,30 @@ class Decoder(nnx.Module):
         return self.embedding if self.head is None else self.head
 
     def __call__(
-        self, x: jax.Array, planes: list[Planes], step: StepContext
-    ) -> tuple[jax.Array, list[Planes], list[LayerRecord]]:
-        """Embedded tokens [T, D] and the cache -> hidden states after the final norm, the cache, records of experts."""
-        updated, records = [], []
+        self, batches: Sequence[jax.Array], planes: list[Planes], steps: Sequence[StepContext]
+    ) -> tuple[list[jax.Array], list[Planes], list[LayerRecord]]:
+        """Run the layers on one batch, or on two half batches that share a cache.
+
+        Args:
+            batches: embedded tokens [R, D] of each.
+            planes: the cache.
+            steps: of each batch; a later one's store knows the pages that the one before has written.
+
+        Returns:
+            Hidden states of each batch after the final norm, the cache, and the records of all layers with experts,
+            those of both batches added up.
+        """
+        rows, updated, records = list(batches), [], []
         for index, (slot, slot_planes) in enumerate(zip(self.slots, planes, strict=True)):
             with jax.named_scope(f"layer_{index}"):
-                x, slot_planes, record = slot(x, slot_planes, step)
+                for batch, step in enumerate(steps):
+                    rows[batch], slot_planes = slot.attend(rows[batch], slot_planes, step)
+                fed = [slot.feed(x, step) for x, step in zip(rows, steps, strict=True)]
+            rows = [x for x, _ in fed]
             updated.append(slot_planes)
-            records += [] if record is None else [record]
-        return rms_norm(x, self.norm[...], self.eps), updated, records
+            of_layer = [record for _, record in fed if record is not None]
+            records += [added(of_layer)] if of_layer else []
+        return [rms_norm(x, self.norm[...], self.eps) for x in rows], updated, records
 
 
 def _norm(config: ModelConfig, plan: Plan, layers: tuple[int, ...], name: str) -> Weight:

@@ -173,7 +173,7 @@ class TrainPrograms:
         with jax.named_scope("embedding:vocab_parallel"):
             # The residual stream is one copy a rank from here on, so that every sum of its gradient has its scope.
             x = to_varying(x, plan.width)
-        x, _, records = model(x, [{} for _ in self.programs.planes], step)
+        (x,), _, records = model([x], [{} for _ in self.programs.planes], [step])
         logits = self._head.run(x, model.head_weight[...], config.vocab_size, plan.width)
         losses: jax.Array = self._loss.run(logits, targets.reshape(-1), plan.width)
         return losses.reshape(targets.shape), records
