@@ -77,6 +77,8 @@ class TrainPrograms:
         if plan.mesh.cp > 1 or plan.sequence_parallel:
             given = f"cp={plan.mesh.cp}" if plan.mesh.cp > 1 else "sequence_parallel"
             raise PlanError(f"{given}: training keeps sequences whole on a rank; use dp, ep and tp alone")
+        if plan.two_batch_overlap:
+            raise PlanError("two_batch_overlap: training runs a step as one batch; leave it out")
         if config.moe is None and plan.mesh.ep > 1:
             raise PlanError(f"ep={plan.mesh.ep}: the model has no experts to split; give these ranks to dp")
         if config.moe is not None and config.model_type not in SAVED_EXPERTS:
