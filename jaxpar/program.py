@@ -158,23 +158,24 @@ class Programs:
         cache = cache_shapes(self.planes, pages, self.plan)
         return weights, cache, StepBatch(tokens, tokens, array((lanes, ranks), jnp.int32), table, lane, options)
 
-    def spmd(self, phase: Phase, logits: bool = False, sampled: bool = False) -> StepFunction:
+    def spmd(self, phase: Phase, logits: bool = False, sampled: bool = False, room: int = 0) -> StepFunction:
         """The step as one SPMD program, not yet compiled.
 
         Args:
             phase: prefill or decode.
             logits: whether logits of every token come out instead of the next token.
             sampled: whether any lane draws its token; a greedy program holds no noise.
+            room: that of Step.
         """
         specs = (self.weight_specs, self.cache_specs(), self.batch_specs(phase))
 
         def local(weights: Weights, cache: Cache, batch: StepBatch) -> tuple[Cache, StepOutput]:
-            return self._local_step(weights, cache, batch, phase, logits, sampled)
+            return self._local_step(weights, cache, batch, phase, logits, sampled, room)
 
         return jax.shard_map(local, mesh=self.mesh, in_specs=specs, out_specs=self._out_specs(phase, logits))
 
-    def _compiled_on_use(self, phase: Phase, logits: bool = False, sampled: bool = False) -> Any:
-        program = self.spmd(phase, logits, sampled)
+    def _compiled_on_use(self, phase: Phase, logits: bool = False, sampled: bool = False, room: int = 0) -> Any:
+        program = self.spmd(phase, logits, sampled, room)
         specs = (self.weight_specs, self.cache_specs(), self.batch_specs(phase))
         return jax.jit(
             program,
@@ -205,12 +206,12 @@ class Programs:
         return self.cache_specs(), StepOutput(lanes, lanes, None, loads, dropped)
 
     def _local_step(
-        self, weights: Weights, cache: Cache, batch: StepBatch, phase: Phase, logits: bool, sampled: bool
+        self, weights: Weights, cache: Cache, batch: StepBatch, phase: Phase, logits: bool, sampled: bool, room: int
     ) -> tuple[Cache, StepOutput]:
         """One step in the local view: shapes as StepBatch, B the lanes of this replica."""
         lanes, tokens = batch.positions.shape
         keys = batch.table.shape[1] * self.plan.page_size
-        steps = Step(self.config, self.plan, phase, lanes, tokens, keys, logits, sampled).batches
+        steps = Step(self.config, self.plan, phase, lanes, tokens, keys, logits, sampled, room).batches
         batches = [batch] if len(steps) == 1 else _in_halves(batch)
         step, model = steps[0], self.bind(weights)
         strategies = chosen(step)
@@ -247,7 +248,7 @@ class Programs:
         chosen_attention = strategies[f"{phase}_attention"]
         attention = bound(chosen_attention, batch.positions, store.key_positions, plan, phase)
         query_axes = plan.active(chosen_attention.query_axes)
-        dispatch = dispatched(strategies["moe_dispatch"], plan) if "moe_dispatch" in strategies else None
+        dispatch = dispatched(strategies["moe_dispatch"], plan, step.room) if "moe_dispatch" in strategies else None
         all_reduce = strategies["all_reduce"].run
         return StepContext(plan, phase, batch.positions, cos, sin, store, attention, query_axes, dispatch, all_reduce)
 

@@ -24,8 +24,9 @@ class Step:
 
     `lanes` requests of a replica, `tokens` new tokens of each on a rank, `keys` positions of each that the rank has
     cached, at most (its page table's width). `logits` says whether logits of every token come out (`Runner.logits`),
-    `sampled` whether tokens are drawn by temperature, top-k and top-p instead of the greedy choice, `differentiated`
-    whether it is the forward pass of a training step.
+    `sampled` whether tokens are drawn by temperature, top-k and top-p instead of the greedy choice. `room` is what
+    `standard` dispatch gathers the tokens of all ranks in, 0: the rows of each with their padding (engine/room.py).
+    `differentiated`: it is the forward pass of a training step.
     """
 
     config: ModelConfig
@@ -36,6 +37,7 @@ class Step:
     keys: int
     logits: bool = False
     sampled: bool = False
+    room: int = 0
     differentiated: bool = False
 
     @property

@@ -96,7 +96,9 @@ def own_experts(first: jax.Array, like: jax.Array) -> Experts:
 
 
 @cache
-def program(layer: Layer, dispatch: str, dtype: Any = jnp.float32, **more: Any) -> Callable[..., Dispatched]:
+def program(
+    layer: Layer, dispatch: str, dtype: Any = jnp.float32, room: int = 0, **more: Any
+) -> Callable[..., Dispatched]:
     spec, over = layer.spec, tuple(layer.over.split(","))
     fields = DISPATCHES[dispatch] | {"devices_per_node": layer.devices_per_node} | more
     plan = Plan(spec, experts_over=over, **fields)
@@ -105,7 +107,7 @@ def program(layer: Layer, dispatch: str, dtype: Any = jnp.float32, **more: Any) 
 
     def local(x: jax.Array, slots: jax.Array, weights: jax.Array) -> Dispatched:
         first = jax.lax.axis_index(over) * layer.slots_per_rank
-        inputs = Inputs(x.astype(dtype), slots, weights, own_experts(first, first), layer.slots_per_rank)
+        inputs = Inputs(x.astype(dtype), slots, weights, own_experts(first, first), layer.slots_per_rank, room)
         rows, dropped = strategy.run(inputs, plan)
         return Dispatched(rows.astype(jnp.float32), None if dropped is None else dropped[None])
 

@@ -10,10 +10,12 @@ import numpy as np
 from jaxpar.engine.lanes import assign
 from jaxpar.engine.prefill import Part, cuts_of, prefill_steps
 from jaxpar.engine.requests import SamplingParams
+from jaxpar.engine.room import room_of
 from jaxpar.engine.sizes import stored_by_rank, table_width
 from jaxpar.layout import deal, owner
 from jaxpar.plan import Phase
 from jaxpar.program import Programs, StepBatch, StepOutput, Weights
+from jaxpar.strategies import Step
 from jaxpar.vocabulary.sampling import SamplingArrays
 
 
@@ -134,11 +136,20 @@ class Session:
         width = table_width(int(self._stored.max()), self._programs.plan)
         table = batch.table[:, :width]
         batch = batch._replace(table=np.pad(table, ((0, 0), (0, width - table.shape[1])), constant_values=-1))
-        sampled = self._params.temperature > 0
-        program = self._programs.step(phase, logits, sampled and not logits)
+        sampled = self._params.temperature > 0 and not logits
+        program = self._programs.step(phase, logits, sampled, self._room(phase, batch, logits, sampled))
         self._cache, output = program(self._weights, self._cache, batch)
         self._programs.note(output)
         return output
+
+    def _room(self, phase: Phase, batch: StepBatch, logits: bool, sampled: bool) -> int:
+        """The room that dispatch to experts gives the batch's tokens."""
+        programs, plan = self._programs, self._programs.plan
+        ranks = plan.mesh.cp if phase == "prefill" else 1
+        lanes, width = len(batch.positions) // (plan.mesh.dp * plan.mesh.ep), batch.positions.shape[1] // ranks
+        keys = batch.table.shape[1] * plan.page_size
+        real = (batch.positions >= 0).reshape(-1, ranks, width).sum(axis=2)
+        return room_of(real, Step(programs.config, plan, phase, lanes, width, keys, logits, sampled))
 
     def _options(self, lanes: int) -> SamplingArrays:
         def each(value: float, dtype: Any) -> np.ndarray:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import jax
@@ -16,6 +16,7 @@ from jaxpar.attention.planes import values_a_token
 from jaxpar.checkpoint.config import ModelConfig
 from jaxpar.devices import abstract_mesh
 from jaxpar.engine.prefill import cuts_of, prefill_steps
+from jaxpar.engine.room import room_of, tokens_of_decode, tokens_of_prefill
 from jaxpar.engine.sizes import eighths, lanes_of, pages_of, stored_by_rank, table_width
 from jaxpar.errors import PlanError
 from jaxpar.ledger.compiled import Change, compare_compiled
@@ -185,15 +186,18 @@ def make_steps(
         raise PlanError(
             f"{seq} tokens of a request are more than the model's {context} positions: ask for {context} or less"
         )
-    sizes = [(lanes_of(batch, plan), 1, seq)]
+    sizes = [(lanes_of(batch, plan), 1, seq, tokens_of_decode(batch, plan))]
     if phase == "prefill":
-        prefill = prefill_steps([seq] * batch, plan)
-        sizes = [(step.lanes, step.tokens, min(step.offset + step.size, seq)) for step in prefill]
-    held = _Held(phase, batch, seq, plan)
-    return [
-        Step(config, plan, phase, lanes, tokens, table_width(held.most(stored), plan) * plan.page_size, sampled=sampled)
-        for lanes, tokens, stored in sizes
-    ]
+        sizes = [
+            (step.lanes, step.tokens, min(step.offset + step.size, seq), tokens_of_prefill(step, plan))
+            for step in prefill_steps([seq] * batch, plan)
+        ]
+    held, steps = _Held(phase, batch, seq, plan), []
+    for lanes, tokens, stored, real in sizes:
+        keys = table_width(held.most(stored), plan) * plan.page_size
+        step = Step(config, plan, phase, lanes, tokens, keys, sampled=sampled)
+        steps.append(replace(step, room=room_of(real, step)))
+    return steps
 
 
 class _Held:
@@ -276,7 +280,7 @@ def _latents(programs: Programs, values: int) -> Latents:
 
 
 def _count(programs: Programs, step: Step, count: int, pages: int, loads: np.ndarray | None) -> StepLedger:
-    program = programs.spmd(step.phase, sampled=step.sampled)
+    program = programs.spmd(step.phase, sampled=step.sampled, room=step.room)
     jaxpr = jax.make_jaxpr(program)(*programs.abstract_arguments(step, pages))
     traffic, traced = predict_traffic(step), merge(trace_traffic(jaxpr, step.plan.mesh.sizes))
     flops, traced_flops = predict_flops(step), {row.name: row.flops for row in trace_flops(jaxpr)}
@@ -293,7 +297,7 @@ def _count(programs: Programs, step: Step, count: int, pages: int, loads: np.nda
 def _compile(programs: Programs, mesh: Mesh, part: StepLedger, pages: int) -> Compiled:
     step = part.step
     arguments = programs.abstract_arguments(step, pages)
-    compiled = programs.step(step.phase, sampled=step.sampled).lower(*arguments).compile()
+    compiled = programs.step(step.phase, sampled=step.sampled, room=step.room).lower(*arguments).compile()
     found = parse_collectives(compiled.as_text(), step.plan.mesh.sizes)
     return Compiled(
         backend=mesh.devices.flat[0].platform,

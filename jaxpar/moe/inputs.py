@@ -32,7 +32,7 @@ class Inputs(NamedTuple):
 
     `x` [R, D]; `slots` [R, k] int32 of the slots of the ranks that the choices are among, P * S for none, those of a
     token all different; `weights` [R, k] float32, 0 for none; `experts` runs rows through those in the rank's slots.
-    `differentiable`: loops get a bound, so that derivatives pass through them (training).
+    `room` is that of Step; `differentiable`: loops get a bound, so that derivatives pass through them (training).
     """
 
     x: jax.Array
@@ -40,6 +40,7 @@ class Inputs(NamedTuple):
     weights: jax.Array
     experts: Experts
     slots_per_rank: int
+    room: int = 0
     differentiable: bool = False
 
     @property

@@ -6,12 +6,19 @@
     rank 3: x3 -+                +-> x0 x1 x2 x3 -> experts 6 7 -+                      +-> y3
 
 What is sent does not depend on the routing: of few ranks, or few tokens, less than an all-to-all (the all-gather and
-reduce-scatter of SGLang's attention data parallelism).
+reduce-scatter of SGLang's attention data parallelism). Where most rows are padding, the real ones of all ranks are put
+side by side in less `room`, by an all-reduce, and so are their results (engine/room.py):
+
+    rank 0: x0 . . -+                                                                    +-> y0 . .
+    rank 1: x1 x2 . +-- all-reduce --> x0 x1 x2 . -> experts 2 3 -- all-reduce --> y ... +-> y1 y2 .
 """
 
 from __future__ import annotations
 
-from jaxpar.collectives import all_gather, rank_index, scatter_sum
+import jax
+import jax.numpy as jnp
+
+from jaxpar.collectives import all_gather, all_sum, rank_index, scatter_sum
 from jaxpar.ledger.traffic import Traffic
 from jaxpar.moe.dispatch.options import refused_option
 from jaxpar.moe.inputs import Dispatched, Inputs, local_choices, pack_routing, unpack_routing, weighted_sum
@@ -22,17 +29,47 @@ from jaxpar.strategies import ExpertRows, Step, Strategy
 def run(x: Inputs, plan: Plan) -> Dispatched:
     """The rank's tokens through experts of all ranks of `plan.experts` -> [R, D]."""
     axes = plan.experts
+    if x.room:
+        return _side_by_side(x, axes)
     routing = unpack_routing(all_gather(pack_routing(x.slots, x.weights), axes))
     slots, weights = local_choices(*routing, rank_index(axes) * x.slots_per_rank, x.slots_per_rank)
     part = weighted_sum(x._replace(x=all_gather(x.x, axes), slots=slots, weights=weights))
     return Dispatched(scatter_sum(part.astype(x.x.dtype), axes))
 
 
+def _side_by_side(x: Inputs, axes: tuple[str, ...]) -> Dispatched:
+    """The real rows of all ranks in `x.room` rows, which hold them all."""
+    none = jax.lax.axis_size(axes) * x.slots_per_rank
+    real = (x.slots < none).any(axis=1)
+    counts = all_gather(real.sum(dtype=jnp.int32)[None], axes)
+    before = jnp.where(jnp.arange(len(counts)) < rank_index(axes), counts, 0).sum()
+    place = jnp.where(real, before + jnp.cumsum(real) - 1, x.room)
+
+    def of_all(rows: jax.Array) -> jax.Array:
+        return all_sum(jnp.zeros((x.room, rows.shape[1]), rows.dtype).at[place].set(rows, mode="drop"), axes)
+
+    # Counted from `none`, the zeros of rows without a token are no choice.
+    slots, weights = unpack_routing(of_all(pack_routing(x.slots - none, x.weights)))
+    slots, weights = local_choices(slots + none, weights, rank_index(axes) * x.slots_per_rank, x.slots_per_rank)
+    part = weighted_sum(x._replace(x=of_all(x.x), slots=slots, weights=weights))
+    sums = all_sum(part.astype(x.x.dtype), axes)
+    return Dispatched(sums.at[place].get(mode="fill", fill_value=0))
+
+
 def traffic(step: Step) -> list[Traffic]:
-    """In each layer an all-gather of rows and one of routing, a reduce-scatter of as many rows as were gathered."""
+    """In each layer an all-gather of rows and one of routing, a reduce-scatter of as many rows as were gathered.
+
+    With `room` all-reduces of it in their place, and an all-gather of counts.
+    """
     if not step.plan.experts:
         return []
     scope, axes, layers = ("moe_dispatch", "standard"), step.plan.experts, step.moe_layers
+    if step.room:
+        return [
+            step.sends(scope, "all_gather", axes, layers, 4),
+            step.sends(scope, "all_reduce", axes, layers, step.room * 2 * step.choices * 4),
+            step.sends(scope, "all_reduce", axes, 2 * layers, step.room * step.row_bytes),
+        ]
     rows = step.moe_rows * step.row_bytes
     return [
         step.sends(scope, "all_gather", axes, layers, step.moe_rows * 2 * step.choices * 4),
@@ -61,14 +98,14 @@ def check(step: Step) -> str | None:
 
 def expert_rows(step: Step) -> ExpertRows:
     """Each choice of each token of all ranks: all may be for this one."""
-    return ExpertRows(step.moe_rows * step.choices * step.ranks(step.plan.experts))
+    return ExpertRows(step.choices * (step.room or step.moe_rows * step.ranks(step.plan.experts)))
 
 
 STRATEGY = Strategy(
     name="standard",
     sublayer="moe_dispatch",
     axes=("dp", "ep", "cp", "tp"),
-    collectives=("all_gather", "reduce_scatter"),
+    collectives=("all_gather", "reduce_scatter", "all_reduce"),
     needs="any shape",
     run=run,
     traffic=traffic,
