@@ -24,6 +24,8 @@ DTYPES = ("float32", "bfloat16", "float16")
 _NUMBERS = {
     "cp_interleave": 1,
     "devices_per_node": 0,
+    "expert_slots": 0,
+    "rebalance_every": 0,
     "ulysses_degree": 0,
     "decode_overlap": 1,
     "single_batch_overlap": 1,
@@ -59,7 +61,9 @@ class Plan:
     reach them; an expert's width is split over tp unless tp is among the axes. `moe_deduplicate` sends a token once to
     each rank that has any of its experts, and not once for each; `moe_capacity` drops the rows by which what one rank
     sends to another exceeds so many times an even share (0: none is ever dropped); `devices_per_node` consecutive ranks
-    are joined by fast links (0: no nodes are known).
+    are joined by fast links (0: no nodes are known). `expert_slots` is how many experts all ranks together have room
+    for: those left over hold copies of hot ones (0: each expert lies once, in order). `rebalance_every` moves experts
+    by the loads of the latest steps, every so many steps, a layer between two steps (0: never).
     `layout` deals the tokens of a prefill chunk over cp, `cp_interleave` is the number of positions that follow one
     another on a rank where they are striped. `ulysses_degree` is how much of cp `usp` gives to its all-to-all (0: as
     much as KV heads allow). `decode_overlap` is the number of parts in which a decode step's requests go through
@@ -78,6 +82,8 @@ class Plan:
     moe_deduplicate: bool = False
     moe_capacity: float = 0.0
     devices_per_node: int = 0
+    expert_slots: int = 0
+    rebalance_every: int = 0
     layout: str = "striped"
     cp_interleave: int = 1
     prefill_attention: str = "auto"
@@ -103,6 +109,11 @@ class Plan:
             if value is None or value < least:
                 raise PlanError(f"{name}={shown(given)}: it must be a whole number of at least {least}")
             object.__setattr__(self, name, value)
+        if self.rebalance_every and not self.expert_slots:
+            raise PlanError(
+                f"rebalance_every={self.rebalance_every} moves experts between slots, and expert_slots=0 leaves them "
+                "in order: give expert_slots, or leave this"
+            )
         if self.ulysses_degree and self.prefill_attention != "usp":
             raise PlanError(
                 f"ulysses_degree={self.ulysses_degree} is for prefill_attention='usp': choose it, or leave this"

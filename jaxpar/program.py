@@ -1,4 +1,4 @@
-"""The step programs: the only `shard_map` of inference. Prefill and decode are one function of the plan's phase.
+"""The step programs: the only `shard_map` that runs the model. Prefill and decode are one function of the plan's phase.
 
 Below it everything is a plain function of local arrays and axis names.
 
@@ -26,11 +26,13 @@ from jaxpar.attention.cache import Cache, PagedStore, Plane, cache_shapes, cache
 from jaxpar.attention.planes import planes_of
 from jaxpar.checkpoint.config import ModelConfig
 from jaxpar.collectives import rank_index
+from jaxpar.errors import PlanError
 from jaxpar.layout import owner
 from jaxpar.moe.bind import bound as dispatched
 from jaxpar.moe.record import all_dropped, all_loads
 from jaxpar.nn.context import StepContext
 from jaxpar.nn.decoder import Decoder
+from jaxpar.nn.expert_map import Table
 from jaxpar.nn.rope import angles
 from jaxpar.nn.weights import Weight
 from jaxpar.plan import PHASES, Phase, Plan
@@ -86,6 +88,8 @@ class Programs:
             PlanError: an axis that cannot run yet, a strategy that does not exist or that refuses the model.
         """
         plan.check_runnable()
+        if plan.expert_slots and not has_experts(config):
+            raise PlanError(f"expert_slots={plan.expert_slots}: this {config.model_type} has no experts; leave it out")
         for phase in PHASES:
             # No check depends on lengths: what one token passes, every step does.
             chosen(Step(config, plan, phase, lanes=1, tokens=1, keys=plan.page_size))
@@ -93,12 +97,17 @@ class Programs:
         self.model = Decoder(config, plan)
         self._graph, state = nnx.split(self.model)
         self._paths = {".".join(map(str, path)): path for path, _ in nnx.to_flat_state(state)}
-        self.weights: dict[str, Weight] = {
-            name: variable for name, (_, variable) in zip(self._paths, nnx.to_flat_state(state), strict=True)
-        }
+        self.arrays: dict[str, Weight | Table] = dict(
+            zip(self._paths, (variable for _, variable in nnx.to_flat_state(state)), strict=True)
+        )
+        """What a step takes as its weights: those, and the maps of where experts lie."""
+        self.weights = {name: array for name, array in self.arrays.items() if isinstance(array, Weight)}
+        """Those arrays that a checkpoint has."""
         self.planes = [planes_of(config, plan)] * len(self.model.slots)
         self.dropped = 0
         """Rows that the experts' `moe_capacity` had no room for, in all steps so far."""
+        self.watchers: list[Callable[[StepOutput], None]] = []
+        """Called in turn after every step, with its output."""
         # One jitted function for each kind of step; it compiles once for each shape that it meets.
         self.step = lru_cache(maxsize=None)(self._compiled_on_use)
 
@@ -107,6 +116,11 @@ class Programs:
         """PartitionSpec of every weight."""
         return {name: weight.spec for name, weight in self.weights.items()}
 
+    @cached_property
+    def array_specs(self) -> dict[str, P]:
+        """PartitionSpec of every array that a step takes as its weights."""
+        return {name: array.spec for name, array in self.arrays.items()}
+
     def sharded(self, specs: Any) -> Any:
         """PartitionSpecs -> NamedShardings on this mesh."""
         return jax.tree.map(lambda spec: NamedSharding(self.mesh, spec), specs, is_leaf=lambda x: isinstance(x, P))
@@ -114,7 +128,7 @@ class Programs:
     def bind(self, weights: Weights) -> Decoder:
         """The model with `weights` in it: whole arrays outside the shard_map, local ones inside."""
         state = nnx.from_flat_state(
-            [(path, self.weights[name].replace(weights[name])) for name, path in self._paths.items()]
+            [(path, self.arrays[name].replace(weights[name])) for name, path in self._paths.items()]
         )
         model: Decoder = nnx.merge(self._graph, state)
         return model
@@ -154,7 +168,7 @@ class Programs:
         real = array((lanes,), jnp.float32)
         options = SamplingArrays(real, lane, real, array((lanes,), jnp.uint32), lane)
         table = array((lanes, -(-step.keys // self.plan.page_size)), jnp.int32)
-        weights = {name: weight.abstract for name, weight in self.weights.items()}
+        weights = {name: array.abstract for name, array in self.arrays.items()}
         cache = cache_shapes(self.planes, pages, self.plan)
         return weights, cache, StepBatch(tokens, tokens, array((lanes, ranks), jnp.int32), table, lane, options)
 
@@ -167,7 +181,7 @@ class Programs:
             sampled: whether any lane draws its token; a greedy program holds no noise.
             room: that of Step.
         """
-        specs = (self.weight_specs, self.cache_specs(), self.batch_specs(phase))
+        specs = (self.array_specs, self.cache_specs(), self.batch_specs(phase))
 
         def local(weights: Weights, cache: Cache, batch: StepBatch) -> tuple[Cache, StepOutput]:
             return self._local_step(weights, cache, batch, phase, logits, sampled, room)
@@ -176,7 +190,7 @@ class Programs:
 
     def _compiled_on_use(self, phase: Phase, logits: bool = False, sampled: bool = False, room: int = 0) -> Any:
         program = self.spmd(phase, logits, sampled, room)
-        specs = (self.weight_specs, self.cache_specs(), self.batch_specs(phase))
+        specs = (self.array_specs, self.cache_specs(), self.batch_specs(phase))
         return jax.jit(
             program,
             in_shardings=self.sharded(specs),
@@ -185,20 +199,21 @@ class Programs:
         )
 
     def note(self, output: StepOutput) -> None:
-        """Add up what a step that ran has counted."""
+        """Add up what a step that ran has counted, and pass it on to those who watch."""
         if output.dropped is not None:
             self.dropped += int(np.asarray(output.dropped).sum())
+        for watcher in self.watchers:
+            watcher(output)
 
     @property
     def _drops(self) -> bool:
-        return self.config.moe is not None and bool(self.plan.experts) and self.plan.moe_capacity > 0
+        return has_experts(self.config) and bool(self.plan.experts) and self.plan.moe_capacity > 0
 
     def _out_specs(self, phase: Phase, logits: bool) -> tuple[Cache, StepOutput]:
         lanes = P(self.plan.requests or None)
         # Ranks count for themselves, and the host adds up.
         ranks = P(self.plan.routed(phase) or None)
-        has_experts = self.config.moe is not None and any(self.config.moe.layers)
-        loads, dropped = ranks if has_experts else None, ranks if self._drops else None
+        loads, dropped = ranks if has_experts(self.config) else None, ranks if self._drops else None
         if logits:
             tokens = self.batch_specs(phase).tokens
             all_logits = P(*tokens, self.plan.width or None)
@@ -277,6 +292,11 @@ def _in_halves(batch: StepBatch) -> list[StepBatch]:
 
 def _joined(parts: tuple[jax.Array, ...]) -> jax.Array:
     return parts[0] if len(parts) == 1 else jnp.concatenate(parts)
+
+
+def has_experts(config: ModelConfig) -> bool:
+    """Whether any layer is a mixture of experts."""
+    return config.moe is not None and any(config.moe.layers)
 
 
 def _no_keys(planes: list[list[Plane]], plan: Plan, pages: int) -> Cache:

@@ -21,6 +21,7 @@ from jaxpar.engine.session import Session
 from jaxpar.engine.sizes import groups_of
 from jaxpar.errors import PlanError, RequestError
 from jaxpar.mesh import MeshSpec
+from jaxpar.moe.rebalance import LayerMove, Rebalancer
 from jaxpar.plan import Phase, Plan
 from jaxpar.presets import Preset, resolve_mesh
 from jaxpar.program import Programs
@@ -82,6 +83,9 @@ class Runner:
     def __init__(self, checkpoint: Checkpoint, programs: Programs, weights: dict[str, Any]) -> None:
         """Made by `load`."""
         self.checkpoint, self.programs, self.weights = checkpoint, programs, weights
+        moe = programs.config.moe
+        self.balancer = Rebalancer(programs, moe, weights) if moe is not None and programs.plan.expert_slots else None
+        """Of a plan with `expert_slots`: where experts lie, and what has been moved."""
 
     @property
     def config(self) -> ModelConfig:
@@ -143,6 +147,22 @@ class Runner:
         """
         prompts = prompt_list(prompts)
         return collect(self.stream(prompts, **sampling), len(prompts))
+
+    def rebalance(self, loads: ArrayLike | None = None) -> list[LayerMove]:
+        """Move experts between slots to where loads want them, with copies of the hot ones; no token changes.
+
+        Args:
+            loads: of the experts [MoE layers, experts], in any unit; None: those of the latest steps, 128 at most.
+
+        Returns:
+            of each MoE layer the fullest rank's load over the mean before and after, and what moved.
+
+        Raises:
+            PlanError: a plan without `expert_slots`, loads of another model, or None before the first step.
+        """
+        if self.balancer is None:
+            raise PlanError("expert_slots=0 leaves experts in order: load the model with slots for copies to move them")
+        return self.balancer.rebalance(loads)
 
     def ledger(
         self,

@@ -97,7 +97,7 @@ class Step:
     def slots_per_rank(self) -> int:
         """Slots for experts on each rank."""
         experts = 0 if self.config.moe is None else self.config.moe.num_experts
-        return slots_per_rank(experts, self.ranks(self.plan.experts))
+        return slots_per_rank(experts, self.ranks(self.plan.experts), self.plan.expert_slots)
 
     @property
     def moe_rows(self) -> int:

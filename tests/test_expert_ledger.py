@@ -34,7 +34,7 @@ PLANS: list[tuple[str, dict[str, Any]]] = [
     ("ep=4", {"devices_per_node": 1}),
     ("ep=2,tp=2", {}),
     ("ep=2,tp=4", {"experts_over": "ep,tp", "sequence_parallel": True, "devices_per_node": 4}),
-    ("ep=2,tp=4", {"sequence_parallel": True}),
+    ("ep=2,tp=4", {"sequence_parallel": True, "expert_slots": 8}),
     ("dp=2,ep=2,cp=2,tp=2", {"experts_over": "dp,ep,cp,tp", "devices_per_node": 4}),
     ("ep=2,cp=3,tp=2", {"decode_attention": "helix"}),
     ("cp=2,tp=2", {"experts_over": "tp", "decode_attention": "helix", "sequence_parallel": True}),

@@ -16,18 +16,31 @@ from jaxpar.runner import Runner
 
 pytestmark = pytest.mark.usefixtures("unwritten_pages_are_nan")
 DISPATCHES = [s.name for s in STRATEGIES if s.sublayer == "moe_dispatch" and s.axes]
-# Experts over ep alone, with their width over tp, over axes with copies of tokens, and over all: 6, 8 and 12 experts.
+# Experts over ep alone, with their width over tp, over axes with copies of tokens, and over all: 6, 8 and 12 experts,
+# in order or with copies.
 PLANS: dict[str, tuple[str, dict[str, Any]]] = {
     "ep=2": ("ep=2", {}),
     "ep=4": ("ep=4", {}),
-    "ep=8": ("ep=8", {}),
-    "width over tp": ("dp=2,ep=2,tp=2", {}),
-    "over ep and cp": ("ep=2,cp=2,tp=2", {"experts_over": "ep,cp"}),
-    "over all": ("dp=2,ep=2,tp=2", {"experts_over": "dp,ep,tp"}),
+    "ep=8, moving": ("ep=8", {"expert_slots": 16, "rebalance_every": 2}),
+    "width over tp": ("dp=2,ep=2,tp=2", {"expert_slots": 14}),
+    "over ep and cp": ("ep=2,cp=2,tp=2", {"experts_over": "ep,cp", "expert_slots": 16}),
+    "over all": ("dp=2,ep=2,tp=2", {"experts_over": "dp,ep,tp", "expert_slots": 16}),
     "over dp, cp and a split residual": ("dp=2,cp=2,tp=2", {"experts_over": "dp,cp,tp", "sequence_parallel": True}),
     "helix": ("ep=2,cp=2", {"decode_attention": "helix"}),
 }
 PRODUCT = list(itertools.product(EXPERT_ORACLES, PLANS, DISPATCHES))
+# Options that no plan above has.
+MORE: list[tuple[str, str, dict[str, Any]]] = [
+    ("mixtral", "tp=1", {"expert_slots": 9}),
+    ("gpt_oss", "dp=2,ep=2,tp=2", {"expert_slots": 8, "moe_dispatch": "ragged", "moe_deduplicate": True}),
+    (
+        "deepseek_v2",
+        "ep=8",
+        {"expert_slots": 16, "moe_dispatch": "all_to_all", "moe_deduplicate": True, "rebalance_every": 3},
+    ),
+    ("deepseek_v3", "dp=2,cp=2,tp=2", {"expert_slots": 24, "experts_over": "dp,cp,tp", "moe_dispatch": "ragged"}),
+    ("gpt_oss", "ep=2,cp=2", {"expert_slots": 10, "decode_attention": "helix", "rebalance_every": 1}),
+]
 # Each plan once: six oracles and four dispatches take turns with eight plans.
 CHOICE = [
     (EXPERT_ORACLES[i % len(EXPERT_ORACLES)], plan, DISPATCHES[(i + i // 4) % len(DISPATCHES)])
@@ -40,6 +53,8 @@ def assert_is_the_oracle(name: str, mesh: str, **plan: Any) -> None:
     assert oracle.margin > 0.01
     assert_logits(runner, oracle.prompts, oracle.logits)
     assert_tokens(runner, oracle.prompts, oracle.greedy)
+    if runner.plan.rebalance_every:
+        assert runner.balancer is not None and runner.balancer.moved
 
 
 def assert_dispatched(name: str, plan: str, dispatch: str) -> None:
@@ -83,3 +98,11 @@ def test_every_rank_has_the_logits_and_tokens_of_transformers_in_all_other_ways(
     name: str, plan: str, dispatch: str
 ) -> None:
     assert_dispatched(name, plan, dispatch)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("name", "mesh", "fields"), MORE)
+def test_every_rank_has_the_logits_and_tokens_of_transformers_with_copies_of_experts_and_other_options(
+    name: str, mesh: str, fields: dict[str, Any]
+) -> None:
+    assert_is_the_oracle(name, mesh, **fields)

@@ -18,6 +18,7 @@ from jaxpar.cli.options import (
     Platform,
     PromptFile,
     Prompts,
+    RebalanceEvery,
     TokenIds,
 )
 from jaxpar.cli.output import ERR, OUT, print_json, progress
@@ -49,6 +50,7 @@ def generate(
     dtype: Dtype = None,
     *,
     plan: dict[str, Any],
+    rebalance_every: RebalanceEvery = 0,
     max_num_seqs: Annotated[int, typer.Option(help="Most prompts that a replica runs at once.")] = 64,
     platform: Platform = None,
     profile: Annotated[
@@ -86,7 +88,8 @@ def generate(
 
         if profile is not None:
             check_writable(profile)
-        runner = load(checkpoint, preset or spec, platform, dtype=dtype, max_num_seqs=max_num_seqs, **plan)
+        fields = plan | {"dtype": dtype, "max_num_seqs": max_num_seqs, "rebalance_every": rebalance_every}
+        runner = load(checkpoint, preset or spec, platform, **fields)
         if profile is not None:
             status.say("Compiling: a first run, which is not profiled")
             collect(runner.stream(ids, **options), len(ids))
@@ -100,6 +103,8 @@ def generate(
         document: dict[str, Any] = {"model": model, "mesh": spec.sizes, "dtype": runner.plan.dtype}
         document["completions"] = [completion_json(*pair) for pair in zip(prompts, completions, strict=True)]
         document["dropped_rows"] = runner.dropped
+        if rebalance_every and runner.balancer:
+            document["rebalanced"] = [asdict(move) for move in runner.balancer.moved]
         print_json(document | ({"profile": summary.to_json()} if summary else {}))
     elif logprobs:
         for pair in zip(prompts, completions, strict=True):

@@ -13,6 +13,9 @@ Platform = Annotated[str | None, typer.Option(help="cpu, gpu or tpu; default: an
 Dtype = Annotated[
     str | None, typer.Option(help="float32, bfloat16 or float16; default: float32 on a CPU, else bfloat16.")
 ]
+RebalanceEvery = Annotated[
+    int, typer.Option(help="Move experts by their loads every so many steps, with --expert-slots; 0: never.")
+]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document.")]
 
 Prompts = Annotated[list[str] | None, typer.Option("--prompt", metavar="TEXT", help="A prompt; repeat it for several.")]

@@ -19,6 +19,7 @@ from jaxpar.cli.options import (
     Platform,
     PromptFile,
     Prompts,
+    RebalanceEvery,
     TokenIds,
 )
 from jaxpar.cli.output import OUT, print_json, progress, table
@@ -53,6 +54,7 @@ def verify(
     dtype: Dtype = None,
     *,
     plan: dict[str, Any],
+    rebalance_every: RebalanceEvery = 0,
     platform: Platform = None,
     json: Json = False,
 ) -> None:
@@ -81,7 +83,9 @@ def verify(
     with progress(f"Loading {model}") as status:
         from jaxpar.verify import verify as compare
 
-        runner, single = load_both(checkpoint, preset or spec, platform, plan | {"dtype": dtype})
+        runner, single = load_both(
+            checkpoint, preset or spec, platform, plan | {"dtype": dtype, "rebalance_every": rebalance_every}
+        )
         verification = compare(runner, single, ids, max_new_tokens, tolerance, status.say)
     if json:
         document = {"model": model, "mesh": spec.sizes, "dtype": runner.plan.dtype, "prompts": ids}
@@ -94,12 +98,13 @@ def verify(
 def load_both(
     checkpoint: Checkpoint, mesh: MeshSpec | Preset, platform: str | None, plan: dict[str, Any]
 ) -> tuple[Runner, Runner]:
-    """The model on the mesh and, with the same plan otherwise, on its first device."""
+    """The model on the mesh and, with the same plan otherwise, on its first device, each expert once and in order."""
     from jaxpar.runner import load
 
     # The larger mesh comes first: it decides how many devices are faked.
     runner = load(checkpoint, mesh, platform, **plan)
-    return runner, load(checkpoint, "tp=1", platform, **plan | {"dtype": runner.plan.dtype})
+    alone = {"dtype": runner.plan.dtype, "expert_slots": 0, "rebalance_every": 0}
+    return runner, load(checkpoint, "tp=1", platform, **plan | alone)
 
 
 def verification_json(verification: Verification) -> dict[str, Any]:

@@ -16,7 +16,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -58,31 +58,38 @@ class Pieces(NamedTuple):
     come from each rank.
     """
 
-    starts: jax.Array
-    sizes: jax.Array
-    targets: jax.Array
-    arriving: jax.Array
+    starts: Any
+    sizes: Any
+    targets: Any
+    arriving: Any
 
 
 def ragged_all_to_all(x: jax.Array, pieces: Pieces, rows: int, axes: tuple[str, ...]) -> jax.Array:
-    """The pieces of `x` [N, ...] for each rank of `axes` -> [rows, ...] of what comes, 0 where nothing does.
+    """The pieces of `x` [N, ...] for each rank of `axes` -> [rows, ...] of what comes, 0 where nothing does."""
+    empty = match_varying(jnp.zeros((rows, *x.shape[1:]), x.dtype), x, *pieces)
+    return ragged_all_to_all_into(empty, x, pieces, axes, min(len(x), rows))
 
-    XLA:CPU has no such collective: there every piece is filled up to the largest that there may be.
+
+def ragged_all_to_all_into(
+    into: jax.Array, x: jax.Array, pieces: Pieces, axes: tuple[str, ...], largest: int
+) -> jax.Array:
+    """`into` [M, ...], the pieces of `x` [N, ...] that come for this rank in their places.
+
+    XLA:CPU has no such collective: there every piece is filled up to `largest` rows, the most that one has.
     """
     require_varying("ragged_all_to_all", x, axes)
-    empty = match_varying(jnp.zeros((rows, *x.shape[1:]), x.dtype), x, *pieces)
 
-    def native(x: jax.Array, empty: jax.Array, pieces: Pieces) -> jax.Array:
-        return lax.ragged_all_to_all(x, empty, *pieces, axis_name=axes)
+    def native(x: jax.Array, into: jax.Array, pieces: Pieces) -> jax.Array:
+        return lax.ragged_all_to_all(x, into, *pieces, axis_name=axes)
 
-    def filled_up(x: jax.Array, empty: jax.Array, pieces: Pieces) -> jax.Array:
-        row = jnp.arange(min(len(x), rows))[None, :]
+    def filled_up(x: jax.Array, into: jax.Array, pieces: Pieces) -> jax.Array:
+        row = jnp.arange(largest)[None, :]
         sent = x[jnp.minimum(pieces.starts[:, None] + row, len(x) - 1)]
         first = lax.all_to_all(pieces.targets, axes, 0, 0, tiled=True)[:, None]
-        place = jnp.where(row < pieces.arriving[:, None], first + row, rows)
-        return empty.at[place].set(lax.all_to_all(sent, axes, 0, 0, tiled=True), mode="drop")
+        place = jnp.where(row < pieces.arriving[:, None], first + row, len(into))
+        return into.at[place].set(lax.all_to_all(sent, axes, 0, 0, tiled=True), mode="drop")
 
-    moved: jax.Array = lax.platform_dependent(x, empty, pieces, cpu=filled_up, default=native)
+    moved: jax.Array = lax.platform_dependent(x, into, pieces, cpu=filled_up, default=native)
     return moved
 
 

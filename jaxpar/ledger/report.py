@@ -250,7 +250,8 @@ def make_ledger(
     of_replicas = [held[replica::replicas] for replica in range(replicas)]
     pages = eighths(max(sum(pages_of(tokens, plan) for tokens in replica) for replica in of_replicas))
     counted = [_count(programs, step, count, pages, layers) for step, count in Counter(steps).items()]
-    weights, cache, _ = programs.abstract_arguments(counted[0].step, pages)
+    weights = {name: weight.abstract for name, weight in programs.weights.items()}
+    _, cache, _ = programs.abstract_arguments(counted[0].step, pages)
     cache_bytes = local_bytes(cache.planes, programs.cache_specs().planes, sizes)
     stored, once = values_a_token(config, plan), values_a_token(config, Plan())
     largest = max(counted, key=lambda part: part.step.tokens * part.step.keys)

@@ -20,6 +20,7 @@ from jaxpar.errors import PlanError
 from jaxpar.ledger.flops import without_iterations
 from jaxpar.ledger.traffic import Traffic
 from jaxpar.moe.loads import check_loads
+from jaxpar.moe.placement import place_experts
 from jaxpar.registry import chosen
 from jaxpar.strategies import Step
 from jaxpar.tables import counted
@@ -99,10 +100,17 @@ def _iterations(per: str, rounds: Rounds) -> Fraction:
 
 
 def _shares(step: Step, loads: np.ndarray) -> np.ndarray:
-    """The part of each layer's load that each rank has [layers, P], experts in order; even where a layer has none."""
+    """The part of each layer's load that each rank has [layers, P]; even where a layer has none.
+
+    Experts lie in order, or where the plan has slots for copies as `place` puts them for these loads.
+    """
     layers, experts = loads.shape
     ranks, slots = step.ranks(step.plan.experts), step.slots_per_rank
     loads = np.where(loads.sum(axis=1, keepdims=True) > 0, loads, 1.0)
-    held = np.pad(loads, ((0, 0), (0, ranks * slots - experts))).reshape(layers, ranks, slots).sum(axis=2)
+    if step.plan.expert_slots:
+        assert step.config.moe is not None
+        held = place_experts(step.config.moe, step.plan, loads).device_loads
+    else:
+        held = np.pad(loads, ((0, 0), (0, ranks * slots - experts))).reshape(layers, ranks, slots).sum(axis=2)
     shares: np.ndarray = held / held.sum(axis=1, keepdims=True)
     return shares

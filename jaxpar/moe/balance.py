@@ -111,8 +111,20 @@ def place(
             [mine[_fill_node(given[layer, mine], slots // nodes, devices // nodes)] for mine in experts_of]
         )
     copies = np.stack([np.bincount(row, minlength=experts) for row in placed])
-    per_copy = np.take_along_axis(given / copies, placed, axis=1)
-    return Placement(placed, copies, per_copy.reshape(layers, devices, -1).sum(axis=2))
+    return Placement(placed, copies, device_loads(given, placed, devices))
+
+
+def device_loads(loads: np.ndarray, slots: np.ndarray, devices: int) -> np.ndarray:
+    """Load of each device [layers, devices] where `slots` [layers, slots] have these experts, -1 for none.
+
+    Copies share their expert's load [layers, experts] evenly.
+    """
+    layers, experts = loads.shape
+    # A column for none, which has no load.
+    with_none = np.pad(loads, ((0, 0), (0, 1)))
+    copies = np.stack([np.bincount(row % (experts + 1), minlength=experts + 1) for row in slots])
+    per_copy = np.take_along_axis(with_none / np.maximum(copies, 1), slots % (experts + 1), axis=1)
+    return per_copy.reshape(layers, devices, -1).sum(axis=2)
 
 
 def in_order(loads: ArrayLike, devices: int) -> np.ndarray:

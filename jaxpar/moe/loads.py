@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections import deque
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -63,6 +64,28 @@ class LoadWindow:
         if not self._kept:
             raise PlanError("a window of loads has no steps yet: add the counts of one first")
         return np.sum(self._kept, axis=0)
+
+
+class StepLoads:
+    """The loads of the latest `steps` steps, left where the steps put them until someone asks."""
+
+    def __init__(self, steps: int) -> None:
+        self._window = LoadWindow(steps)
+        self._unread: deque[Any] = deque(maxlen=steps)
+
+    def add(self, loads: Any) -> None:
+        """Keep what a step counted, on its devices [ranks, layers, experts]."""
+        self._unread.append(loads)
+
+    def read(self) -> np.ndarray:
+        """All ranks and steps of the window together, int64 [layers, experts]; waits for the last step.
+
+        Raises:
+            PlanError: there was no step.
+        """
+        while self._unread:
+            self._window.add(np.asarray(self._unread.popleft()).sum(axis=0))
+        return self._window.loads
 
 
 def check_loads(loads: ArrayLike) -> np.ndarray:

@@ -21,21 +21,27 @@ from jaxpar.collectives import rank_index
 from jaxpar.collectives.exchange import own_rows
 from jaxpar.moe.grouped import Activation, expert_ffn
 from jaxpar.moe.inputs import Experts, Inputs
+from jaxpar.moe.placement import first_slots
 from jaxpar.moe.record import LayerRecord, record
 from jaxpar.moe.router import route
-from jaxpar.moe.slots import EMPTY, experts_in_slots
+from jaxpar.moe.slots import EMPTY
 from jaxpar.nn.context import StepContext
+from jaxpar.nn.expert_map import ExpertMap
 from jaxpar.nn.linear import share_of
 from jaxpar.nn.mlp import MLP, gate_up_source, gated
 from jaxpar.nn.weights import Entry, Source, Weight, expert_weight, residual_std, weight
 from jaxpar.plan import Plan
+
+EXPERT_ARRAYS = ("gate_up", "down", "gate_up_bias", "down_bias")
+"""The weights of an MoE layer that lie in slots; a model without biases has the first two."""
 
 
 class MoE(nnx.Module):
     """Routed and shared experts of one slot of layers.
 
     `gate_up` [1, S, 2I, D], rank by rank of tp [its gate rows, its up rows], and `down` [1, S, D, I] of the experts in
-    the rank's S slots, I the slice of their width that it holds.
+    the rank's S slots, I the slice of their width that it holds. `map` says in which slots an expert lies, None where
+    each lies in the slot of its own number.
     """
 
     def __init__(self, config: ModelConfig, moe: MoEConfig, plan: Plan, layers: tuple[int, ...]) -> None:
@@ -43,8 +49,9 @@ class MoE(nnx.Module):
         self.router, self.clamp, names = moe.router, moe.clamped_swiglu, moe.tensors
         over = plan.width_of("moe", "prefill")  # as stored; what decode splits further it slices
         self.ranks = plan.mesh.extent(plan.experts)
-        slots = experts_in_slots(moe.num_experts, self.ranks)
+        slots = first_slots(moe, plan).tolist()
         self.slots_per_rank = len(slots) // self.ranks
+        self.map = ExpertMap(moe.num_experts, plan, len(layers)) if plan.expert_slots else None
         prefixes = tuple(f"model.layers.{layer}." for layer in layers)
         stages, dtype, hidden = plan.stages, plan.dtype, config.hidden_size
         tensors = _ExpertTensors(moe, hidden, plan.mesh.extent(over))
@@ -81,8 +88,13 @@ class MoE(nnx.Module):
         """Tokens [R, D] -> a partial sum of [R, D] over the axes of the width, `split` among them as in MLP."""
         bias = None if self.route_bias is None else self.route_bias[0]
         routing = route(x, self.route[0], bias, self.router)
-        real = _real_rows(step)
-        slots = jnp.where(real[:, None], routing.experts, self.ranks * self.slots_per_rank)
+        real = _own(step.positions >= 0, step)
+        slots = (
+            routing.experts
+            if self.map is None
+            else self.map(routing.experts, _own(token_numbers(step.positions, step.plan), step))
+        )
+        slots = jnp.where(real[:, None], slots, self.ranks * self.slots_per_rank)
         weights = jnp.where(real[:, None], routing.weights, 0.0)
         assert step.dispatch is not None
         experts = self._experts(split, step)
@@ -135,13 +147,23 @@ def _clamped(clamp: ClampedSwiGLU) -> Activation:
     return activation
 
 
-def _real_rows(step: StepContext) -> jax.Array:
-    """Which of the rank's rows [R] hold a token: padding goes to no expert."""
+def _own(of_tokens: jax.Array, step: StepContext) -> jax.Array:
+    """What is said of each token [B, T] -> of the rank's rows [R]; 0 of those that fill slices up."""
     plan, sublayer = step.plan, step.plan.sublayer("moe", step.phase)
-    real = (step.positions >= 0).reshape(-1)
+    rows = of_tokens.reshape(-1)
     if not sublayer.gather:
-        real = own_rows(real, plan.row_slices(step.phase))
-    return own_rows(real, sublayer.deal)
+        rows = own_rows(rows, plan.row_slices(step.phase))
+    return own_rows(rows, sublayer.deal)
+
+
+def token_numbers(positions: jax.Array, plan: Plan) -> jax.Array:
+    """A number for each token [B, T], by which it picks copies: its position and its lane's place among all lanes.
+
+    Tokens of a prompt differ in the one, and those that are decoded together in the other.
+    """
+    lanes = positions.shape[0]
+    lane = rank_index(plan.requests) * lanes + jnp.arange(lanes, dtype=jnp.int32)
+    return positions + lane[:, None]
 
 
 @dataclass(frozen=True)
