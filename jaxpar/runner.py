@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Unpack
 
@@ -22,6 +23,7 @@ from jaxpar.engine.sizes import groups_of
 from jaxpar.errors import PlanError, RequestError
 from jaxpar.mesh import MeshSpec
 from jaxpar.moe.rebalance import LayerMove, Rebalancer
+from jaxpar.moe.stats import ExpertRecord, recorded
 from jaxpar.plan import Phase, Plan
 from jaxpar.presets import Preset, resolve_mesh
 from jaxpar.program import Programs
@@ -163,6 +165,15 @@ class Runner:
         if self.balancer is None:
             raise PlanError("expert_slots=0 leaves experts in order: load the model with slots for copies to move them")
         return self.balancer.rebalance(loads)
+
+    def record_experts(self) -> AbstractContextManager[ExpertRecord]:
+        """Record what the steps in a `with` block load experts with; `jaxpar.moe.stats` says what is made of it.
+
+        Raises:
+            PlanError: the model has no experts.
+        """
+        balancer = self.balancer
+        return recorded(self.programs, None if balancer is None else lambda: balancer.slots)
 
     def ledger(
         self,

@@ -60,6 +60,14 @@ PSUM = Collective("all-reduce", "ffn:psum")
 RING = Collective("collective-permute", "attention:ring")
 
 
+def test_compute_is_told_apart_by_whom_it_runs_for(summary: ProfileSummary) -> None:
+    for device in summary.devices:
+        assert sum(device.computes.values()) == pytest.approx(device.compute)
+        assert device.computes["ffn:psum"] > 0
+        assert device.of("ffn") == pytest.approx(device.computes["ffn:psum"] + device.collectives[PSUM])
+    assert summary.share("ffn") + summary.share("attention") + summary.mean().idle / summary.mean().wall < 1.0001
+
+
 def test_every_device_has_a_row(summary: ProfileSummary) -> None:
     assert [time.device for time in summary.devices] == [f"cpu:{i}" for i in range(8)]
 

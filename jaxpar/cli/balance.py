@@ -25,7 +25,11 @@ _SHOWN = 16
 
 def balance(
     loads: Annotated[
-        Path, typer.Option(metavar="FILE", help="JSON: a list for each layer of a number for each expert.")
+        Path,
+        typer.Option(
+            metavar="FILE",
+            help="JSON: a list for each layer of a number for each expert, or what generate --moe-stats --json prints.",
+        ),
     ],
     slots: Annotated[int, typer.Option(help="Experts that all devices have room for; those left over are copies.")],
     devices: Annotated[int, typer.Option(help="Devices that the slots are split over.")],

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import sys
+from contextlib import ExitStack, nullcontext
 from dataclasses import asdict
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Annotated, Any
 
 import typer
@@ -57,6 +59,10 @@ def generate(
         Path | None,
         typer.Option(metavar="DIR", help="Record a profile in this directory, after a first run that compiles."),
     ] = None,
+    moe_stats: Annotated[
+        bool,
+        typer.Option("--moe-stats", help="Show the loads of experts and the time of dispatch, after a first run."),
+    ] = False,
     json: Json = False,
 ) -> None:
     """Generate text for one or several prompts of any lengths.
@@ -82,30 +88,43 @@ def generate(
     options = asdict(sampling)
     # One text alone can appear as it comes: those of several prompts would be mixed up.
     streamed = sys.stdout.isatty() and len(ids) == 1 and not (json or logprobs) and checkpoint.tokenizer is not None
-    with progress(f"Loading {model}") as status:
+    with progress(f"Loading {model}") as status, ExitStack() as temporary:
+        from jaxpar.cli.moe_stats import render as stats_tables
         from jaxpar.profile import check_writable, profiled, render, summarize
         from jaxpar.runner import load
 
         if profile is not None:
             check_writable(profile)
+        # The time of dispatch is read from a profile, asked for or not.
+        traced = profile
+        if moe_stats and profile is None:
+            traced = Path(temporary.enter_context(TemporaryDirectory()))
         fields = plan | {"dtype": dtype, "max_num_seqs": max_num_seqs, "rebalance_every": rebalance_every}
         runner = load(checkpoint, preset or spec, platform, **fields)
-        if profile is not None:
+        recording = runner.record_experts() if moe_stats else nullcontext()
+        if traced is not None:
             status.say("Compiling: a first run, which is not profiled")
             collect(runner.stream(ids, **options), len(ids))
+            runner.programs.dropped = 0  # what is said is of the run that is shown
+        moved = len(runner.balancer.moved) if runner.balancer else 0
         status.say(f"Generating for {len(ids)} prompt{'s' * (len(ids) > 1)}")
         timer = Timer()
-        with profiled(profile):
+        with profiled(traced), recording as recorded:
             tokens = timer.watch(runner.stream(ids, **options))
             completions = collect(echo(tokens, prompts[0], chat, status) if streamed else tokens, len(ids))
-    summary = summarize(profile) if profile else None
+        summary = summarize(traced) if traced is not None else None
+    stats = None if recorded is None else recorded.stats(summary)
     if json:
         document: dict[str, Any] = {"model": model, "mesh": spec.sizes, "dtype": runner.plan.dtype}
         document["completions"] = [completion_json(*pair) for pair in zip(prompts, completions, strict=True)]
         document["dropped_rows"] = runner.dropped
         if rebalance_every and runner.balancer:
-            document["rebalanced"] = [asdict(move) for move in runner.balancer.moved]
-        print_json(document | ({"profile": summary.to_json()} if summary else {}))
+            document["rebalanced"] = [asdict(move) for move in runner.balancer.moved[moved:]]
+        if stats is not None:
+            document["moe_stats"] = stats.to_json()
+        if profile is not None and summary is not None:
+            document["profile"] = summary.to_json()
+        print_json(document)
     elif logprobs:
         for pair in zip(prompts, completions, strict=True):
             OUT.print(token_table(*pair, checkpoint.tokenizer))
@@ -113,7 +132,9 @@ def generate(
         print_completions(prompts, completions, checkpoint.tokenizer, chat)
     if runner.dropped:
         ERR.out(dropped_rows(runner), highlight=False)
-    if summary and not json:
+    if profile is not None and summary is not None and not json:
         ERR.print(render(summary))
+    if stats is not None and not json:
+        ERR.print(stats_tables(stats))
     if ERR.is_terminal:
-        ERR.out(f"{timer}{'' if profile else '; compilation is in it'}", style="dim", highlight=False)
+        ERR.out(f"{timer}{'' if summary else '; compilation is in it'}", style="dim", highlight=False)

@@ -26,7 +26,7 @@ def ledger(
     loads: Annotated[
         Path | None,
         typer.Option(
-            metavar="FILE", help="Loads of the experts, a JSON list for each layer that has any; default: even."
+            metavar="FILE", help="Loads of experts, JSON as `jaxpar balance` takes it, in place of even ones."
         ),
     ] = None,
     compile_: Annotated[

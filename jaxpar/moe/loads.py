@@ -122,6 +122,8 @@ def check_loads(loads: ArrayLike) -> np.ndarray:
 def read_loads(path: Path) -> np.ndarray:
     """The loads in a JSON file, a list for each layer of a number for each expert: float64 [layers, experts].
 
+    What `jaxpar generate --moe-stats --json` prints has them, too.
+
     Raises:
         JaxparError: a file that cannot be read, or holds anything else.
     """
@@ -137,6 +139,8 @@ def read_loads(path: Path) -> np.ndarray:
         raise JaxparError(f"{path} cannot be read: {error.strerror or error}; name a file of loads") from error
     except (ValueError, RecursionError) as error:
         raise JaxparError(f"{path} is not JSON ({' '.join(str(error).split())}): {wanted}") from error
+    if isinstance(layers, dict) and isinstance(stats := layers.get("moe_stats"), dict):
+        layers = stats.get("loads")
     if not isinstance(layers, list) or not layers:
         raise JaxparError(f"{path} holds {shown(layers)}: {wanted}")
     for number, layer in enumerate(layers):

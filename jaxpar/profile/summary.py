@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ class DeviceTime:
 
     A moment at which a device computes is compute, also if a collective runs at the same time: a collective's time is
     what it adds. `wall` runs from the first operation on any device to the last, so waiting for the host is idle.
+    `computes` are the parts of `compute` by the "<sublayer>:<strategy>" that they run for, or "".
     """
 
     device: str
@@ -25,6 +26,7 @@ class DeviceTime:
     idle: float
     collectives: dict[Collective, float]
     calls: dict[Collective, float]
+    computes: dict[str, float] = field(default_factory=dict)
 
     def by_kind(self) -> dict[str, float]:
         """Seconds in collectives of each kind, whatever strategy they run for."""
@@ -32,6 +34,11 @@ class DeviceTime:
         for collective, spent in self.collectives.items():
             seconds[collective.kind] += spent
         return dict(seconds)
+
+    def of(self, sublayer: str) -> float:
+        """Seconds of compute and of collectives that run for a sublayer, whatever its strategy."""
+        times = [*self.computes.items(), *((c.scope, spent) for c, spent in self.collectives.items())]
+        return sum(spent for scope, spent in times if scope.startswith(f"{sublayer}:"))
 
 
 @dataclass(frozen=True)
@@ -46,14 +53,21 @@ class ProfileSummary:
         mean = self.mean().collectives
         return sorted(mean, key=lambda collective: (-mean[collective], collective))
 
+    def share(self, sublayer: str) -> float:
+        """The part of the mean device's time that goes into compute and collectives of a sublayer."""
+        mean = self.mean()
+        return mean.of(sublayer) / mean.wall
+
     def mean(self) -> DeviceTime:
         """The mean over the devices; one that never ran a collective spent 0 seconds in it."""
         count = len(self.devices)
         seconds: Counter[Collective] = Counter()
         calls: Counter[Collective] = Counter()
+        computes: Counter[str] = Counter()
         for device in self.devices:
             seconds.update(device.collectives)
             calls.update(device.calls)
+            computes.update(device.computes)
         return DeviceTime(
             device="mean",
             wall=sum(d.wall for d in self.devices) / count,
@@ -61,6 +75,7 @@ class ProfileSummary:
             idle=sum(d.idle for d in self.devices) / count,
             collectives={c: s / count for c, s in seconds.items()},
             calls={c: n / count for c, n in calls.items()},
+            computes={scope: s / count for scope, s in computes.items()},
         )
 
     def to_json(self) -> dict[str, Any]:
@@ -101,6 +116,8 @@ def _device_time(device: str, spans: list[Span], wall_ns: float) -> DeviceTime:
     spent = exposed(spans)
     idle = wall_ns - sum(spent.values())
     compute = spent.pop(None, 0.0)
+    # Alone, what computes takes just those moments that are compute; of several at once the first one takes them.
+    computes = exposed([span._replace(collective=Collective("", span.scope)) for span in spans if not span.collective])
     calls = Counter(span.collective for span in spans if span.collective and span.is_call)
     collectives = sorted(c for c in spent.keys() | calls.keys() if c)
     return DeviceTime(
@@ -110,6 +127,7 @@ def _device_time(device: str, spans: list[Span], wall_ns: float) -> DeviceTime:
         idle=idle * 1e-9,
         collectives={c: spent.get(c, 0.0) * 1e-9 for c in collectives},
         calls={c: float(calls[c]) for c in collectives},
+        computes={activity.scope: ns * 1e-9 for activity, ns in computes.items() if activity},
     )
 
 

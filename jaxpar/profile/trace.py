@@ -38,12 +38,13 @@ class Collective(NamedTuple):
 
 
 class Span(NamedTuple):
-    """One run of an operation on a device, in nanoseconds; `collective` is None if it computes."""
+    """One run of an operation on a device, in nanoseconds; `collective` is None if it computes, `scope` for whom."""
 
     begin: float
     end: float
     collective: Collective | None
     is_call: bool
+    scope: str = ""
 
 
 def read_spans(path: Path) -> dict[str, list[Span]]:
@@ -74,7 +75,7 @@ def _spans(planes: list[Any], operations: dict[str, dict[str, Operation]]) -> di
                 continue
             collective = Collective(operation.collective, operation.scope) if operation.collective else None
             end = event.start_ns + event.duration_ns
-            spans[device].append(Span(event.start_ns, end, collective, not operation.is_done))
+            spans[device].append(Span(event.start_ns, end, collective, not operation.is_done, operation.scope))
     return dict(spans)
 
 
