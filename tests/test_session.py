@@ -140,9 +140,9 @@ def batches(runner: Runner, phase: Phase) -> Iterator[StepBatch]:
 
 @pytest.mark.parametrize("kind", [{}, {"sampled": True}, {"logits": True}], ids=["greedy", "sampled", "logits"])
 @pytest.mark.parametrize("phase", PHASES)
-def test_axes_of_size_1_are_bit_identical_to_no_axes_at_all(model: Path, phase: Phase, kind: dict[str, bool]) -> None:
+def test_axes_of_size_1_are_bit_identical_to_no_axes_at_all(model: Path, phase: Phase, kind: dict[str, Any]) -> None:
     runner = jaxpar.load(model, mesh="dp=1,tp=1", page_size=4)
-    programs, flags = runner.programs, {"logits": False, "sampled": False, **kind}
+    programs, flags = runner.programs, {"logits": False, "sampled": False, "room": 0, **kind}
     with_mesh, without = programs.empty_cache(4), jax.device_get(programs.empty_cache(4))
     weights = jax.device_get(runner.weights)
     plain = jax.jit(lambda *arguments: programs._local_step(*arguments, phase, **flags))

@@ -239,6 +239,7 @@ def test_six_experts_come_back_from_four_ranks_as_they_were_saved(tmp_path: Path
             SPARSE,
             "^moe_capacity=1.5: training drops no token",
         ),
+        (Plan(two_batch_overlap=True), SPARSE, "^two_batch_overlap: training runs a step as one batch; leave it out$"),
         (Plan(mesh=MeshSpec(ep=2), expert_slots=64), SPARSE, "^expert_slots=64: copies of an expert would learn apart"),
         (Plan(mesh=MeshSpec(dp=2, ep=3)), SPARSE, "^batch=8 does not split over dp=2.ep=3: use a multiple of 6"),
         (Plan(mesh=MeshSpec(ep=2)), AWKWARD, "^ep=2: the model has no experts to split; give these ranks to dp"),
