@@ -15,12 +15,13 @@ from numpy.typing import ArrayLike
 from jaxpar.attention.planes import values_a_token
 from jaxpar.checkpoint.config import ModelConfig
 from jaxpar.devices import abstract_mesh
-from jaxpar.engine.prefill import cuts_of, prefill_steps
+from jaxpar.engine.prefill import prefill_steps
 from jaxpar.engine.room import room_of, tokens_of_decode, tokens_of_prefill
-from jaxpar.engine.sizes import eighths, lanes_of, pages_of, stored_by_rank, table_width
+from jaxpar.engine.sizes import eighths, lanes_of, pages_of
 from jaxpar.errors import PlanError
 from jaxpar.ledger.compiled import Change, compare_compiled
 from jaxpar.ledger.flops import trace_flops
+from jaxpar.ledger.held import Held
 from jaxpar.ledger.hlo import parse_collectives
 from jaxpar.ledger.latents import Latents
 from jaxpar.ledger.predict import local_bytes, predict_flops, predict_traffic
@@ -192,29 +193,11 @@ def make_steps(
             (step.lanes, step.tokens, min(step.offset + step.size, seq), tokens_of_prefill(step, plan))
             for step in prefill_steps([seq] * batch, plan)
         ]
-    held, steps = _Held(phase, batch, seq, plan), []
+    held, steps = Held(phase, batch, seq, plan), []
     for lanes, tokens, stored, real in sizes:
-        keys = table_width(held.most(stored), plan) * plan.page_size
-        step = Step(config, plan, phase, lanes, tokens, keys, sampled=sampled)
+        step = Step(config, plan, phase, lanes, tokens, held.keys(stored), sampled=sampled)
         steps.append(replace(step, room=room_of(real, step)))
     return steps
-
-
-class _Held:
-    """How many tokens of each request the fullest rank of cp has; the last token of a decode step is a new one."""
-
-    def __init__(self, phase: Phase, batch: int, seq: int, plan: Plan) -> None:
-        self._prompt, self._plan = seq - (phase == "decode"), plan
-        self._cuts = cuts_of([self._prompt] * batch, plan)
-
-    def each(self, stored: int) -> list[int]:
-        """Of the first `stored` tokens of each request."""
-        by_cuts = {cuts: int(stored_by_rank(self._prompt, stored, self._plan, cuts).max()) for cuts in set(self._cuts)}
-        return [by_cuts[cuts] for cuts in self._cuts]
-
-    def most(self, stored: int) -> int:
-        """Of the first `stored` tokens of the request that has most."""
-        return max(self.each(stored))
 
 
 def make_ledger(
@@ -246,7 +229,7 @@ def make_ledger(
     steps = make_steps(config, plan, phase, batch, seq, sampled)
     sizes = plan.mesh.sizes
     programs = Programs(config, plan, mesh or abstract_mesh(plan.mesh))
-    held, replicas = _Held(phase, batch, seq, plan).each(seq), plan.mesh.dp * plan.mesh.ep
+    held, replicas = Held(phase, batch, seq, plan).each(seq), plan.mesh.dp * plan.mesh.ep
     of_replicas = [held[replica::replicas] for replica in range(replicas)]
     pages = eighths(max(sum(pages_of(tokens, plan) for tokens in replica) for replica in of_replicas))
     counted = [_count(programs, step, count, pages, layers) for step, count in Counter(steps).items()]
