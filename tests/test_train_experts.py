@@ -59,7 +59,10 @@ COUNTED = {
     **TRAINED,
     "auto": ("dp=2,ep=4", {}),
     "gathered over all axes": ("dp=2,ep=2,tp=2", {"moe_dispatch": "standard", **ALL}),
-    "once a rank": ("ep=4,tp=2", {"moe_dispatch": "all_to_all", "moe_deduplicate": True}),
+    "once a rank, back in blocks": (
+        "ep=4,tp=2",
+        {"moe_dispatch": "all_to_all", "moe_deduplicate": True, "single_batch_overlap": 2},
+    ),
     "two levels, the outer alone": ("ep=4", {"moe_dispatch": "two_level", "devices_per_node": 1}),
     "on every rank of dp": ("dp=2,tp=2", {}),
 }
