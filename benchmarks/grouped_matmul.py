@@ -31,6 +31,7 @@ from benchmarks.common import (
     warn_if_busy,
     write,
 )
+from benchmarks.routing import drawn
 from jaxpar.moe.grouped import expert_ffn
 from jaxpar.moe.tiles import computed_rows
 from jaxpar.nn.linear import matmul
@@ -53,11 +54,7 @@ class Problem:
 
     def counts(self) -> np.ndarray:
         """Rows of each expert."""
-        rank = np.arange(1, self.experts + 1)
-        likely = np.log(1 / rank if self.routing == "Zipf" else np.ones(self.experts))
-        # The largest of such sums are a choice without replacement, each by its weight.
-        chance = np.random.default_rng(0).gumbel(size=(self.tokens, self.experts))
-        chosen = np.argsort(likely + chance, axis=1)[:, -CHOICES:]
+        chosen = drawn(self.tokens, self.experts, CHOICES, self.routing)
         return np.bincount(chosen.ravel(), minlength=self.experts).astype(np.int32)
 
     def arrays(self) -> tuple[jax.Array, ...]:

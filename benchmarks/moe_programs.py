@@ -19,6 +19,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from benchmarks.random_model import llama
+from benchmarks.routing import drawn
 from jaxpar.checkpoint.config import MoEConfig, MoETensors, RouterConfig
 from jaxpar.collectives import all_gather, rank_index, scatter_sum
 from jaxpar.devices import ensure_devices, make_mesh
@@ -78,11 +79,7 @@ class Problem:
 
     def values(self) -> tuple[np.ndarray, ...]:
         """Tokens x [T, D], slots and weights [T, k], gate_up [E, 2F, D], down [E, D, F]."""
-        rank = np.arange(1, self.experts + 1)
-        likely = np.log(1 / rank if self.routing == "Zipf" else np.ones(self.experts))
-        # The largest of such sums are a choice without replacement, each by its weight.
-        chance = np.random.default_rng(0).gumbel(size=(self.tokens, self.experts))
-        slots = np.argsort(likely + chance, axis=1)[:, : -CHOICES - 1 : -1].astype(np.int32)
+        slots = drawn(self.tokens, self.experts, CHOICES, self.routing)
         rng = np.random.default_rng(1)
         weights = rng.dirichlet(np.ones(CHOICES), self.tokens).astype(np.float32)
         sizes = (self.tokens, HIDDEN), (self.experts, 2 * WIDTH, HIDDEN), (self.experts, HIDDEN, WIDTH)

@@ -19,9 +19,11 @@ from jaxpar.cli.verify import RESULT_COLUMNS, load_both, verdict, verification_j
 if TYPE_CHECKING:
     from jaxpar.engine.prompts import Prompt
     from jaxpar.engine.requests import Completion
+    from jaxpar.ledger.report import Ledger
+    from jaxpar.runner import Runner
     from jaxpar.verify import Verification
 
-# Five over two replicas: a number that dp does not divide, of lengths that nothing divides. None comes near a tie.
+# Five over four replicas: a number that they do not divide, of lengths that nothing divides. None comes near a tie.
 _PROMPTS: tuple[Prompt, ...] = (
     "It is a truth universally acknowledged",
     "She",
@@ -37,14 +39,15 @@ _PAGE_SIZE = 64
 def demo(
     model: Annotated[
         str, typer.Argument(metavar="MODEL", help="Any model; the bundled one is small enough for two minutes.")
-    ] = "tiny",
-    mesh: Annotated[str, typer.Option(help="The mesh, faked on a CPU.")] = "dp=2,cp=2,tp=2",
+    ] = "tiny-moe",
+    mesh: Annotated[str, typer.Option(help="The mesh, faked on a CPU.")] = "dp=2,ep=2,tp=2",
     json: Json = False,
 ) -> None:
     """Run the main job on the bundled model, in under two minutes.
 
     Generates text on a mesh of faked CPU devices, compares every logit and token of every rank with one device, and
-    counts what a step costs. Exit status 1 if anything differs.
+    counts what a step costs; a model with experts once more with those over all devices. Exit status 1 if anything
+    differs.
     """
     from jaxpar.assets import model_dir
     from jaxpar.checkpoint import open_checkpoint
@@ -60,12 +63,12 @@ def demo(
     show = _silent if json else OUT.print
 
     with progress(f"Loading {model} onto {spec} and onto one device") as status:
-        from jaxpar.ledger.render import render
+        from jaxpar.ledger.render import render, render_sent
+        from jaxpar.runner import load
         from jaxpar.verify import verify as compare
 
-        runner, single = load_both(
-            checkpoint, preset or spec, "cpu", {"page_size": min(_PAGE_SIZE, config.max_position_embeddings)}
-        )
+        fields: dict[str, Any] = {"page_size": min(_PAGE_SIZE, config.max_position_embeddings)}
+        runner, single = load_both(checkpoint, preset or spec, "cpu", fields)
         status.say(f"Generating on {spec}")
         completions = runner.generate(ids, max_new_tokens=_NEW_TOKENS, ignore_eos=True)
     pairs = list(zip(prompts, completions, strict=True))
@@ -80,22 +83,38 @@ def demo(
     show(f"\n{verdict(verification, runner)}")
 
     with progress("Counting what a step costs"):
-        ledger = runner.ledger("decode", batch=8, seq=min(256, config.max_position_embeddings))
+        ledger = _decode_step(runner)
     show(Text("\n3. The ledger: what a decode step costs\n", "bold"))
     show(render(ledger))
 
-    seconds, passed = time.perf_counter() - begin, verification.passed and not ledger.differences
+    proved, everywhere = [(verification, ledger)], spec.active(("dp", "ep", "cp", "tp"))
+    if config.moe is not None and runner.plan.experts != everywhere:
+        with progress("Running the same with experts over all devices") as status:
+            wide = load(checkpoint, preset or spec, "cpu", **fields | {"experts_over": everywhere})
+            proved.append((compare(wide, single, ids, _NEW_TOKENS, progress=status.say), _decode_step(wide)))
+        show(Text(f"\n4. Wide EP: the same with experts over {', '.join(everywhere)}\n", "bold"))
+        show(f"{verdict(proved[-1][0], wide)}\n")
+        show(render_sent(proved[-1][1]))
+
+    seconds = time.perf_counter() - begin
+    passed = all(verification.passed and not ledger.differences for verification, ledger in proved)
     show(
         f"\n{'Done' if passed else 'FAILED'} in {seconds:.0f} s: {len(prompts)} texts from {spec.size} devices, every "
-        f"rank held against one device, and {human_bytes(ledger.sent_bytes)} that each rank sends in a step, "
-        f"counted by closed form and in the program"
+        f"rank held against one device, and {' or '.join(human_bytes(ledger.sent_bytes) for _, ledger in proved)} that "
+        f"each rank sends in a step, counted by closed form and in the program"
     )
     if json:
         document: dict[str, Any] = {"model": model, "mesh": spec.sizes, "dtype": runner.plan.dtype, "passed": passed}
         document["completions"] = [completion_json(*pair) for pair in pairs]
-        document |= {"verification": verification_json(verification), "ledger": ledger.to_json(), "seconds": seconds}
-        print_json(document)
+        names = ("", "wide_ep_")
+        for name, (verification, ledger) in zip(names, proved, strict=False):
+            document |= {f"{name}verification": verification_json(verification), f"{name}ledger": ledger.to_json()}
+        print_json(document | {"seconds": seconds})
     raise typer.Exit(0 if passed else 1)
+
+
+def _decode_step(runner: Runner) -> Ledger:
+    return runner.ledger("decode", batch=32, seq=min(256, runner.config.max_position_embeddings))
 
 
 def _text(prompt: Prompt, completion: Completion, has_text: bool) -> Text:

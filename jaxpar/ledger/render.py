@@ -21,6 +21,11 @@ def render(ledger: Ledger, preset: Preset | None = None) -> Group:
     return Group(*parts)
 
 
+def render_sent(ledger: Ledger) -> Group:
+    """Traffic of one rank alone."""
+    return Group(*_auto(ledger), _traffic(ledger), "", Text(_verdict(ledger)))
+
+
 def _headline(ledger: Ledger) -> str:
     mesh = ledger.plan.mesh
     return (
