@@ -40,16 +40,16 @@ class Step:
     room: int = 0
     differentiated: bool = False
 
-    @property
+    @cached_property
     def batches(self) -> list[Step]:
         """The step as the steps that its program runs: two of half the lanes each where the plan overlaps two batches.
 
         A single lane has no halves. Lanes are an even number otherwise, as the engine has them.
         """
+        if not self.plan.two_batch_overlap:
+            return [self]
         alone = replace(self, plan=replace(self.plan, two_batch_overlap=False))
-        if not self.plan.two_batch_overlap or self.lanes == 1:
-            return [alone]
-        return [replace(alone, lanes=self.lanes // 2)] * 2
+        return [alone] if self.lanes == 1 else [replace(alone, lanes=self.lanes // 2)] * 2
 
     @property
     def rows(self) -> int:

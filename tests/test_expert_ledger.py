@@ -80,7 +80,17 @@ def test_every_dispatch_is_among_the_programs_and_so_are_its_options() -> None:
 def test_predicted_bytes_calls_and_flops_are_the_traced_ones_and_no_rank_parts_ways(
     mesh: str, fields: dict[str, Any], phase: Phase
 ) -> None:
-    step = a_step(mesh, fields, phase)
+    assert_counted(a_step(mesh, fields, phase))
+
+
+@pytest.mark.parametrize("phase", PHASES)
+@pytest.mark.parametrize(("mesh", "fields"), PLANS)
+def test_gathering_without_padding_is_counted_too(mesh: str, fields: dict[str, Any], phase: Phase) -> None:
+    assert_counted(replace(a_step(mesh, {**fields, "moe_dispatch": "standard"}, phase), room=3))
+
+
+def assert_counted(step: Step) -> None:
+    """Closed forms are what the program holds, and no collective stands where ranks may part ways."""
     program = jaxpr(step)
     assert compare(predict_traffic(step), trace_traffic(program, step.plan.mesh.sizes)) == []
     assert {row.name: row.flops for row in trace_flops(program)} == predict_flops(step)

@@ -92,7 +92,7 @@ def a_step(
 @cache
 def jaxpr(step: Step) -> jax.extend.core.ClosedJaxpr:
     programs = Programs(step.config, step.plan, abstract_mesh(step.plan.mesh))
-    program = programs.spmd(step.phase, step.logits, step.sampled)
+    program = programs.spmd(step.phase, step.logits, step.sampled, step.room)
     return jax.make_jaxpr(program)(*programs.abstract_arguments(step, pages=8))
 
 

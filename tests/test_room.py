@@ -8,6 +8,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from oracle_checks import assert_logits, assert_tokens
 from oracle_data import ROOT, load_oracle
 from sample_models import open_session, oracle_runner
@@ -37,6 +39,13 @@ def test_ranks_pad_to_the_sum_where_that_sends_less_than_to_the_maximum(tokens: 
         assert sum(tokens) <= room <= padded / 2
 
 
+@given(st.integers(2, 5000))
+def test_requests_that_end_one_by_one_meet_few_rooms_that_hold_them(padded: int) -> None:
+    rooms = {tokens: padded_to_sum(tokens, padded) for tokens in range(padded)}
+    assert all(tokens <= room <= padded / 2 for tokens, room in rooms.items() if room)
+    assert len(set(rooms.values())) <= 4
+
+
 @pytest.mark.parametrize("layer", LAYERS)
 @pytest.mark.parametrize("padding", [0.0, 0.8, 1.0])
 def test_rows_side_by_side_give_the_weighted_sums_of_all_tokens(layer: Layer, padding: float) -> None:
@@ -54,16 +63,19 @@ def test_the_room_is_for_the_fullest_group_of_ranks_that_share_experts() -> None
     lanes = np.zeros((4 * 8, 1), int)
     lanes[[0, 1, 2, 8], 0] = 1  # of four replicas with eight lanes each three, one and no request
     assert room_of(lanes, a_step("ep=4", 8)) == 4
-    assert room_of(lanes, a_step("dp=2,ep=2", 8)) == 4  # the two replicas of dp=0 share experts
+    assert room_of(lanes, a_step("dp=2,ep=2", 8)) == 8  # the two replicas of dp=0 share experts
     assert room_of(lanes, a_step("dp=2,ep=2", 8, experts_over="dp,ep")) == 4
+    apart = np.zeros((4 * 8, 1), int)
+    apart[[0, 1, 2, 24, 25, 26], 0] = 1  # three requests in either group, and not on the same place in it
+    assert room_of(apart, a_step("dp=2,ep=2", 8)) == 8
     assert room_of(lanes, a_step("dp=4,tp=2", 8, experts_over="tp")) == 4  # each replica has experts of its own
     assert room_of(lanes, a_step("dp=4", 8, experts_over="ep")) == 0
     assert room_of(lanes, a_step("ep=4", 8, moe_dispatch="all_to_all")) == 0
     assert room_of(np.ones_like(lanes), a_step("ep=4", 8)) == 0
     of_cp = np.zeros((2 * 2, 2), int)
     of_cp[0] = 5, 4  # one prompt of nine tokens over two ranks of cp, and three lanes with none
-    assert room_of(of_cp, a_step("ep=2,cp=2", 2, "prefill", 8, experts_over="ep,cp")) == 16
-    assert room_of(of_cp, a_step("ep=2,cp=2", 2, "prefill", 8)) == 8
+    assert room_of(of_cp, a_step("ep=2,cp=2", 2, "prefill", 8, experts_over="ep,cp")) == 32
+    assert room_of(of_cp, a_step("ep=2,cp=2", 2, "prefill", 8)) == 16
 
 
 @contextmanager
@@ -84,6 +96,7 @@ def test_one_request_on_many_replicas_gets_the_logits_and_tokens_of_transformers
     with rooms_of(runner) as rooms:
         assert_logits(runner, oracle.prompts[:1], oracle.logits[:1])
         assert_tokens(runner, oracle.prompts[:1], oracle.greedy[:1])
+    assert rooms
     assert all(rooms)
 
 

@@ -6,7 +6,7 @@
 
 The sum takes an all-reduce, which sends a row twice: it pays where less than half of all rows are real. (These are the
 two paddings of SGLang's attention data parallelism.) Shapes are fixed when a program compiles, so the host, which knows
-how many tokens there are, chooses; a power of two, so that few programs are made.
+how many tokens there are, chooses: one of three rooms, so that few programs are made while requests end one by one.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ import numpy as np
 
 from jaxpar.engine.lanes import assign
 from jaxpar.engine.prefill import PrefillStep
-from jaxpar.engine.sizes import bucket
 from jaxpar.layout import deal
 from jaxpar.plan import Plan
 from jaxpar.registry import chosen
@@ -36,13 +35,11 @@ def room_of(tokens: np.ndarray, step: Step) -> int:
     plan = step.plan
     if not step.moe_layers or plan.moe_dispatch not in ("standard", "auto"):
         return 0
-    mesh, ranks_of_cp = plan.mesh, tokens.shape[-1]
-    by_rank = tokens.reshape(mesh.dp, mesh.ep, len(step.batches), -1, ranks_of_cp).sum(axis=3)
-    for place, axis in enumerate(("dp", "ep", "", "cp")):
-        # Ranks that share their experts gather together, of others the fullest group counts.
-        together = np.sum if axis in plan.experts else np.max
-        by_rank = together(by_rank, axis=place, keepdims=True)
-    return _room(step.batches[0], int(by_rank.item()))
+    mesh, axes = plan.mesh, ("dp", "ep", "batch", "lane", "cp")
+    by_lane = tokens.reshape(mesh.dp, mesh.ep, len(step.batches), -1, tokens.shape[-1])
+    # Ranks that share their experts gather together; of such groups, and of two batches, the fullest counts.
+    together = tuple(place for place, axis in enumerate(axes) if axis == "lane" or axis in plan.experts)
+    return _room(step.batches[0], int(by_lane.sum(axis=together).max()))
 
 
 def tokens_of_prefill(step: PrefillStep, plan: Plan) -> np.ndarray:
@@ -63,8 +60,13 @@ def tokens_of_decode(requests: int, plan: Plan) -> np.ndarray:
 
 
 def padded_to_sum(tokens: int, padded: int) -> int:
-    """The room for `tokens` real ones among `padded` rows of all ranks; 0 if it sends no less than all the rows."""
-    return min(bucket(max(1, tokens)), padded // 2) if 2 * tokens < padded else 0
+    """The room for `tokens` real ones among `padded` rows of all ranks; 0 if it sends no less than all the rows.
+
+    It is a half, an eighth or a thirty-second of them.
+    """
+    if 2 * tokens >= padded:
+        return 0
+    return min(room for part in (2, 8, 32) if (room := padded // part) >= max(1, tokens))
 
 
 @lru_cache(maxsize=1024)

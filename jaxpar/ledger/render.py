@@ -36,20 +36,23 @@ def _headline(ledger: Ledger) -> str:
 
 
 def _steps(ledger: Ledger) -> RenderableType:
+    # Where tokens of all ranks are gathered without padding; elsewhere there is nothing to say.
+    has_room = any(part.step.room for part in ledger.steps)
     rows = [
         (
             part.count,
             part.step.lanes,
             part.step.tokens,
             part.step.keys,
+            *([part.step.room or "all"] if has_room else []),
             human_bytes(sum(row.sent_bytes for row in part.all_traffic)),
             f"{sum(part.all_flops.values()):.4g}",
         )
         for part in ledger.steps
     ]
-    return table(
-        "Steps", ("steps", "lanes", "tokens a lane", "keys a lane", "sent a step", "FLOPs a step"), rows, left=0
-    )
+    room = ("rows gathered",) if has_room else ()
+    columns = ("steps", "lanes", "tokens a lane", "keys a lane", *room, "sent a step", "FLOPs a step")
+    return table("Steps", columns, rows, left=0)
 
 
 def _auto(ledger: Ledger) -> list[RenderableType]:

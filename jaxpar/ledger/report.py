@@ -160,6 +160,7 @@ def _step_json(part: StepLedger) -> dict[str, Any]:
         "tokens": part.step.tokens,
         "keys": part.step.keys,
         "sampled": part.step.sampled,
+        "room": part.step.room,
         "traffic": [asdict(row) for row in part.traffic],
         "traced": [asdict(row) for row in part.traced],
         "flops": part.flops,
