@@ -235,7 +235,7 @@ def test_six_experts_come_back_from_four_ranks_as_they_were_saved(tmp_path: Path
         (
             Plan(mesh=MeshSpec(ep=2), moe_dispatch="ragged"),
             SPARSE,
-            "^moe_dispatch='ragged' is not differentiated: train with standard or all_to_all$",
+            "^moe_dispatch='ragged' is not differentiated: train with standard, all_to_all or two_level$",
         ),
         (
             Plan(mesh=MeshSpec(ep=2), moe_dispatch="all_to_all", moe_capacity=1.5),

@@ -213,6 +213,10 @@ def test_the_command_says_that_the_losses_are_those_before_yarn(text: Path, tmp_
             ["--experts", "4", "--mesh", "ep=2", "--moe-dispatch", "ragged"],
             "moe_dispatch='ragged' is not differentiated",
         ),
+        (
+            ["--experts", "4", "--mesh", "ep=2", "--moe-dispatch", "two_level", "--devices-per-node", "2"],
+            "with devices_per_node=2 experts over ep of mesh ep=2 are on one",
+        ),
         (["--vocab", "9999"], "9999"),
         (["--length", "5000"], "a sequence of 5000 needs 5001"),
         (["--text", "/not/there"], "/not/there"),

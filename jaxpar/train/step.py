@@ -102,7 +102,8 @@ class TrainPrograms:
         check((self._loss, self._gradient), self._shape)
         if self._dispatch and self._dispatch.backward is None:
             raise PlanError(
-                f"moe_dispatch={self._dispatch.name!r} is not differentiated: train with standard or all_to_all"
+                f"moe_dispatch={self._dispatch.name!r} is not differentiated: "
+                "train with standard, all_to_all or two_level"
             )
         if self._dispatch and plan.moe_capacity:
             raise PlanError(f"moe_capacity={plan.moe_capacity}: training drops no token; leave it out")
