@@ -41,14 +41,15 @@ def train(
     experts: Annotated[
         int, typer.Option(help="Experts of each layer in place of its feed-forward network; 0: none.")
     ] = 0,
-    experts_per_token: Annotated[int, typer.Option(help="Experts that a token goes to.")] = 2,
+    experts_per_token: Annotated[int | None, typer.Option(help="Experts that a token goes to; default: 2.")] = None,
     expert_ffn: Annotated[
         int | None,
         typer.Option(help="Width of an expert; default: --ffn shared by the experts of a token."),
     ] = None,
     aux_loss_coef: Annotated[
-        float, typer.Option(help="Weight of the loss that balances the experts of a layer; 0: none.")
-    ] = 0.001,
+        float | None,
+        typer.Option(help="Weight of the loss that balances the experts of a layer; 0: none; default: 0.001."),
+    ] = None,
     *,
     plan: dict[str, Any],
     vocab: Annotated[int, typer.Option(help="Tokens of the BPE vocabulary that is learnt from the text.")] = 1024,
@@ -77,11 +78,20 @@ def train(
     from jaxpar.train.loop import train as run
     from jaxpar.train.settings import TrainSettings
 
-    settings = TrainSettings(steps, batch, length, lr, seed, checkpoint_every, aux_loss_coef)
+    of_experts = {
+        "experts-per-token": experts_per_token,
+        "expert-ffn": expert_ffn,
+        "aux-loss-coef": aux_loss_coef,
+    }
+    for name, value in of_experts.items():
+        if not experts and value is not None:
+            raise RequestError(f"--{name} {value}: a dense model has no experts; give --experts too, or leave it out")
+    coef = {} if aux_loss_coef is None else {"aux_loss_coef": aux_loss_coef}
+    settings = TrainSettings(steps, batch, length, lr, seed, checkpoint_every, **coef)
     context = max(1024, length) if context is None else context
     config = _model_config(vocab, hidden, layers, heads, kv_heads, ffn, length, context)
-    if experts or expert_ffn is not None:
-        config = _with_experts(config, experts, experts_per_token, expert_ffn)
+    if experts:
+        config = _with_experts(config, experts, 2 if experts_per_token is None else experts_per_token, expert_ffn)
     spec, preset = resolve_mesh(mesh)
     planned = Plan(mesh=spec, **((preset.plan_fields if preset else {}) | plan))
     planned.check_runnable()
@@ -162,7 +172,7 @@ def _with_experts(config: ModelConfig, experts: int, per_token: int, width: int 
     from jaxpar.checkpoint.hf_moe import QWEN3_TENSORS
 
     if experts < 1:
-        raise RequestError(f"--experts {experts}: give at least 1, or neither this nor --expert-ffn for a dense model")
+        raise RequestError(f"--experts {experts}: give at least 1, or 0 for a dense model")
     if not 1 <= per_token <= experts:
         raise RequestError(f"--experts-per-token {per_token} --experts {experts}: give from 1 to {experts} for a token")
     width = max(1, config.intermediate_size // per_token) if width is None else width
