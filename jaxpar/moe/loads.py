@@ -12,7 +12,7 @@ from numpy.typing import ArrayLike
 
 from jaxpar.errors import JaxparError, PlanError
 from jaxpar.tables import counted
-from jaxpar.values import shown, whole_number
+from jaxpar.values import shown
 
 MAX_LAYERS, MAX_EXPERTS = 256, 2048
 """More than any model has."""
@@ -21,71 +21,33 @@ _MAX_BYTES = 16 << 20
 
 
 class LoadWindow:
-    """Loads over the latest `steps` steps: an older step is forgotten when a new one comes.
+    """Loads of the latest `steps` steps, left on the devices that counted them until someone asks.
 
-    Raises:
-        PlanError: `steps` is not a whole number from 1.
+    An older step is forgotten when a new one comes.
     """
 
     def __init__(self, steps: int) -> None:
-        size = whole_number(steps)
-        if size is None or size < 1:
-            raise PlanError(f"steps={shown(steps)}: a window has a whole number of steps from 1")
-        self._kept: deque[np.ndarray] = deque(maxlen=size)
+        self._steps: deque[Any] = deque(maxlen=steps)
+        self._unread = 0
 
-    def add(self, counts: ArrayLike) -> None:
-        """Take in one step.
-
-        Args:
-            counts: tokens that chose each expert, whole numbers [layers, experts], without those of padding.
-
-        Raises:
-            PlanError: counts that are none, or of another shape than those before.
-        """
-        given = np.asarray(counts)
-        if given.ndim != 2 or given.dtype.kind not in "iu":
-            raise PlanError(f"counts are {given.dtype} {list(given.shape)}: give whole numbers [layers, experts]")
-        if self._kept and given.shape != self._kept[0].shape:
-            raise PlanError(
-                f"counts have the shape {list(given.shape)} and those before {list(self._kept[0].shape)}: "
-                "start a new window for another model"
-            )
-        if given.size and given.min() < 0:
-            raise PlanError(f"counts hold {given.min()}: a count is a whole number from 0")
-        self._kept.append(given.astype(np.int64))  # a copy: the caller may fill its array again
+    def add(self, counts: Any) -> None:
+        """Take in one step: tokens that chose each expert [ranks, layers, experts], without those of padding."""
+        self._steps.append(counts)
+        self._unread = min(self._unread + 1, len(self._steps))
 
     @property
     def loads(self) -> np.ndarray:
-        """Tokens that chose each expert in the window, int64 [layers, experts].
-
-        Raises:
-            PlanError: nothing has been added.
-        """
-        if not self._kept:
-            raise PlanError("a window of loads has no steps yet: add the counts of one first")
-        return np.sum(self._kept, axis=0)
-
-
-class StepLoads:
-    """The loads of the latest `steps` steps, left where the steps put them until someone asks."""
-
-    def __init__(self, steps: int) -> None:
-        self._window = LoadWindow(steps)
-        self._unread: deque[Any] = deque(maxlen=steps)
-
-    def add(self, loads: Any) -> None:
-        """Keep what a step counted, on its devices [ranks, layers, experts]."""
-        self._unread.append(loads)
-
-    def read(self) -> np.ndarray:
-        """All ranks and steps of the window together, int64 [layers, experts]; waits for the last step.
+        """Of all ranks and steps together, int64 [layers, experts]; waits for the last step.
 
         Raises:
             PlanError: there was no step.
         """
-        while self._unread:
-            self._window.add(np.asarray(self._unread.popleft()).sum(axis=0))
-        return self._window.loads
+        if not self._steps:
+            raise PlanError("no step has counted loads yet: generate first, or give loads")
+        for step in range(len(self._steps) - self._unread, len(self._steps)):
+            self._steps[step] = np.asarray(self._steps[step]).sum(axis=0, dtype=np.int64)
+        self._unread = 0
+        return np.sum(self._steps, axis=0)
 
 
 def check_loads(loads: ArrayLike) -> np.ndarray:

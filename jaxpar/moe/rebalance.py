@@ -22,7 +22,7 @@ from jaxpar.checkpoint.config import MoEConfig
 from jaxpar.ledger.predict import local_bytes
 from jaxpar.ledger.rounds import loads_of
 from jaxpar.moe.balance import device_loads, over_mean
-from jaxpar.moe.loads import StepLoads
+from jaxpar.moe.loads import LoadWindow
 from jaxpar.moe.moves import keep_in_place, plan_moves
 from jaxpar.moe.placement import first_slots, groups_and_nodes, place_experts, slot_map
 from jaxpar.moe.relocate import relocation
@@ -78,7 +78,7 @@ class Rebalancer:
         self._slot_bytes = held // (plan.expert_slots // self._ranks)
         self._relocate = relocation(mesh, specs, plan.experts)
         self._names = tuple(arrays)
-        self._loads, self._steps = StepLoads(WINDOW), 0
+        self._window, self._steps = LoadWindow(WINDOW), 0
         self._waiting: dict[int, _Wanted] = {}
         self.moved: list[LayerMove] = []
         """Layers that have been moved so far, in time."""
@@ -97,7 +97,7 @@ class Rebalancer:
         Raises:
             PlanError: loads of another model, or None before the first step.
         """
-        given = self._loads.read() if loads is None else loads
+        given = self._window.loads if loads is None else loads
         present = self._over_mean(given)
         self._waiting = self._wanted(given)
         moved = {layer: self._move(layer) for layer in [*self._waiting]}
@@ -106,10 +106,10 @@ class Rebalancer:
         ]
 
     def _after_step(self, output: StepOutput) -> None:
-        self._loads.add(output.loads)
+        self._window.add(output.loads)
         self._steps += 1
         if self._every and self._steps % self._every == 0 and not self._waiting:
-            self._waiting = self._wanted(self._loads.read())
+            self._waiting = self._wanted(self._window.loads)
         if self._waiting:
             self._move(min(self._waiting))
 
