@@ -288,6 +288,7 @@ def test_loads_of_the_latest_steps_are_what_counts_unless_others_are_given() -> 
 REFUSED: list[tuple[str, str, dict[str, Any], str]] = [
     ("qwen3_moe", "ep=4", {"expert_slots": 10}, "expert_slots=10 on 4 ranks: each has as many; use a multiple of 4, s"),
     ("qwen3_moe", "ep=4", {"expert_slots": 4}, "expert_slots=4 for 8 experts: use 8 or more, or 0 for no copies"),
+    ("qwen3_moe", "ep=4", {"expert_slots": 8192}, "expert_slots=8192: experts are placed in 4096 at most; use 4096 or"),
     ("llama_9_3", "tp=2", {"expert_slots": 4}, "expert_slots=4: this llama has no experts; leave it out"),
     ("qwen3_moe", "ep=4", {"rebalance_every": 5}, "rebalance_every=5 moves experts between slots, and expert_slots=0"),
 ]

@@ -31,11 +31,11 @@ from numpy.typing import ArrayLike
 
 from jaxpar.errors import PlanError
 from jaxpar.moe.coactivation import check_together, lower_cut
-from jaxpar.moe.loads import MAX_EXPERTS, check_loads
+from jaxpar.moe.loads import check_loads
+from jaxpar.moe.slots import MAX_SLOTS
 from jaxpar.tables import counted
 from jaxpar.values import shown, whole_number
 
-MAX_SLOTS = 2 * MAX_EXPERTS
 NO_SLOT = -1
 
 _HASH = 2_654_435_769  # 2^32 over the golden ratio: Knuth's multiplicative hash

@@ -9,16 +9,20 @@ more slots than experts: a placement (`moe.placement`) fills every one of them, 
 from __future__ import annotations
 
 from jaxpar.errors import PlanError
+from jaxpar.moe.loads import MAX_EXPERTS
 from jaxpar.tables import counted
 
 EMPTY = -1
+
+MAX_SLOTS = 2 * MAX_EXPERTS
+"""The most that experts are placed in."""
 
 
 def slots_per_rank(experts: int, ranks: int, asked: int = 0) -> int:
     """Slots of each rank when `experts` are dealt out over `ranks`; `asked` of all ranks, 0: as many as it takes.
 
     Raises:
-        PlanError: fewer slots than experts, or a number that the ranks do not divide.
+        PlanError: fewer slots than experts, more than MAX_SLOTS, or a number that the ranks do not divide.
     """
     if not asked:
         return -(-experts // ranks)
@@ -27,6 +31,9 @@ def slots_per_rank(experts: int, ranks: int, asked: int = 0) -> int:
         raise PlanError(
             f"expert_slots={asked} for {counted(experts, 'expert')}: use {least} or more, or 0 for no copies"
         )
+    if asked > MAX_SLOTS:
+        most = MAX_SLOTS - MAX_SLOTS % ranks
+        raise PlanError(f"expert_slots={asked}: experts are placed in {MAX_SLOTS} at most; use {most} or fewer")
     if asked % ranks:
         raise PlanError(
             f"expert_slots={asked} on {counted(ranks, 'rank')}: each has as many; "
