@@ -13,9 +13,10 @@ from hypothesis import strategies as st
 from refusals import error_of
 
 from jaxpar.errors import PlanError
-from jaxpar.moe.balance import NO_SLOT, Placement, in_order, over_mean, pick_copy, place
+from jaxpar.moe.balance import Placement, in_order, over_mean, pick_copy, place
 from jaxpar.moe.coactivation import SLACK, cut_weight, lower_cut
 from jaxpar.moe.loads import LoadWindow
+from jaxpar.moe.placement import NO_SLOT, slot_map
 
 TWO_LAYERS = [
     [90, 132, 40, 61, 104, 165, 39, 4, 73, 56, 183, 86],
@@ -34,7 +35,6 @@ def test_the_global_policy_copies_the_hottest_experts_and_levels_four_devices() 
     placed = place([[120, 40, 20, 20]], 8, 4)
     assert placed.slots.tolist() == [[0, 1, 0, 2, 0, 3, 0, 1]]
     assert placed.copies.tolist() == [[4, 2, 1, 1]]
-    assert placed.slots_of.tolist() == [[[0, 2, 4, 6], [1, 7, -1, -1], [3, -1, -1, -1], [5, -1, -1, -1]]]
     assert placed.device_loads.tolist() == [[50, 50, 50, 50]]
 
 
@@ -68,7 +68,6 @@ def test_the_hierarchical_policy_on_two_layers_of_twelve_experts() -> None:
 def test_one_expert_a_device_stays_where_it_is() -> None:
     placed = place([[3, 9, 1, 5], [0, 0, 8, 2]], 4, 4)
     assert placed.slots.tolist() == [[0, 1, 2, 3]] * 2
-    assert placed.slots_of.tolist() == [[[0], [1], [2], [3]]] * 2
 
 
 def test_ties_go_to_the_lowest_index() -> None:
@@ -105,7 +104,8 @@ def arguments(draw: st.DrawFn) -> dict[str, Any]:
 def nodes_of(placed: Placement, nodes: int) -> list[list[set[int]]]:
     """The nodes on which each expert of each layer has a slot."""
     a_node = placed.slots.shape[1] // nodes
-    return [[{slot // a_node for slot in slots if slot != NO_SLOT} for slots in layer] for layer in placed.slots_of]
+    experts = range(placed.copies.shape[1])
+    return [[{*(np.flatnonzero(slots == expert) // a_node).tolist()} for expert in experts] for slots in placed.slots]
 
 
 @given(arguments())
@@ -115,12 +115,12 @@ def test_every_slot_has_an_expert_and_every_expert_its_slots(asked: dict[str, An
     assert placed.slots.shape == (layers, asked["slots"])
     assert (placed.copies >= 1).all()
     assert (placed.copies.sum(axis=1) == asked["slots"]).all()
-    for layer in range(layers):
-        for expert in range(experts):
-            copies = placed.copies[layer, expert]
-            found = placed.slots_of[layer, expert]
-            assert found[:copies].tolist() == np.flatnonzero(placed.slots[layer] == expert).tolist()
-            assert (found[copies:] == NO_SLOT).all()
+    for slots, copies in zip(placed.slots, placed.copies, strict=True):
+        found = slot_map(slots, experts)
+        assert found.copies.tolist() == copies.tolist()
+        for expert, (own, count) in enumerate(zip(found.slots_of, copies, strict=True)):
+            assert own[:count].tolist() == np.flatnonzero(slots == expert).tolist()
+            assert (own[count:] == NO_SLOT).all()
 
 
 @given(arguments())
@@ -170,10 +170,8 @@ def test_no_other_copies_have_a_smaller_largest_load_per_copy(loads: list[int], 
 
 @given(arguments())
 def test_slots_for_the_experts_alone_make_no_copies(asked: dict[str, Any]) -> None:
-    layers, experts = asked["loads"].shape
-    placed = place(asked["loads"], experts, 1)
+    placed = place(asked["loads"], asked["loads"].shape[1], 1)
     assert (placed.copies == 1).all()
-    assert placed.slots_of.shape == (layers, experts, 1)
 
 
 # Before, and against the mean

@@ -24,9 +24,9 @@ from jaxpar.devices import ensure_devices, make_mesh
 from jaxpar.ledger.report import make_ledger, make_steps
 from jaxpar.ledger.rounds import count_rounds
 from jaxpar.ledger.trace import trace_traffic
-from jaxpar.moe.balance import NO_SLOT, device_loads, over_mean, pick_copy, place
+from jaxpar.moe.balance import device_loads, over_mean, pick_copy, place
 from jaxpar.moe.moves import keep_in_place, plan_moves
-from jaxpar.moe.placement import place_experts, slot_map
+from jaxpar.moe.placement import NO_SLOT, place_experts, slot_map
 from jaxpar.moe.rebalance import EXPERT_ARRAYS
 from jaxpar.moe.relocate import relocation
 from jaxpar.nn.moe import token_numbers
@@ -276,7 +276,7 @@ def test_bytes_that_are_said_to_be_sent_are_the_slots_of_a_rank_times_what_the_p
 def test_loads_of_the_latest_steps_are_what_counts_unless_others_are_given() -> None:
     fields = {"expert_slots": 8, "experts_over": "ep", "page_size": 5}
     runner = jaxpar.load(ROOT / "qwen3_moe", "ep=2", **fields)
-    with pytest.raises(PlanError, match="^no step has counted loads yet: generate first, or give loads$"):
+    with pytest.raises(PlanError, match=r"^no step has counted loads yet: generate first, or give loads$"):
         runner.rebalance()
     with pytest.raises(PlanError, match="loads are of 2 layers and 6 experts, and the model has 2 layers with 8 expe"):
         runner.rebalance(np.ones((2, 6)))

@@ -23,7 +23,6 @@ from __future__ import annotations
 
 import heapq
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -35,8 +34,6 @@ from jaxpar.moe.loads import check_loads
 from jaxpar.moe.slots import MAX_SLOTS
 from jaxpar.tables import counted
 from jaxpar.values import shown, whole_number
-
-NO_SLOT = -1
 
 _HASH = 2_654_435_769  # 2^32 over the golden ratio: Knuth's multiplicative hash
 
@@ -51,17 +48,6 @@ class Placement:
     """Slots of each expert [layers, experts]."""
     device_loads: np.ndarray
     """Load of each device [layers, devices], where copies share an expert's load evenly."""
-
-    @cached_property
-    def slots_of(self) -> np.ndarray:
-        """The slots of each expert, ascending, then NO_SLOT [layers, experts, most copies of any]."""
-        layers, slots = self.slots.shape
-        by_expert = np.argsort(self.slots, axis=1, kind="stable")
-        expert = np.take_along_axis(self.slots, by_expert, axis=1)
-        first = np.take_along_axis(np.cumsum(self.copies, axis=1) - self.copies, expert, axis=1)
-        found = np.full((*self.copies.shape, self.copies.max()), NO_SLOT)
-        found[np.arange(layers)[:, None], expert, np.arange(slots) - first] = by_expert
-        return found
 
 
 def place(

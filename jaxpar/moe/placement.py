@@ -15,10 +15,12 @@ from typing import NamedTuple
 import numpy as np
 
 from jaxpar.checkpoint.config import MoEConfig
-from jaxpar.moe.balance import NO_SLOT, Placement, place
+from jaxpar.moe.balance import Placement, place
 from jaxpar.moe.dispatch.two_level import levels
 from jaxpar.moe.slots import experts_in_slots
 from jaxpar.plan import Plan
+
+NO_SLOT = -1
 
 
 class SlotMap(NamedTuple):
