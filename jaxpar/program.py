@@ -35,6 +35,7 @@ from jaxpar.nn.decoder import Decoder
 from jaxpar.nn.expert_map import Table
 from jaxpar.nn.rope import angles
 from jaxpar.nn.weights import Weight
+from jaxpar.overlap import in_halves, joined
 from jaxpar.plan import PHASES, Phase, Plan
 from jaxpar.registry import chosen
 from jaxpar.strategies import Step, Strategy
@@ -88,7 +89,7 @@ class Programs:
             PlanError: an axis that cannot run yet, a strategy that does not exist or that refuses the model.
         """
         plan.check_runnable()
-        if plan.expert_slots and not has_experts(config):
+        if plan.expert_slots and not config.has_experts:
             raise PlanError(f"expert_slots={plan.expert_slots}: this {config.model_type} has no experts; leave it out")
         for phase in PHASES:
             # No check depends on lengths: what one token passes, every step does.
@@ -207,13 +208,13 @@ class Programs:
 
     @property
     def _drops(self) -> bool:
-        return has_experts(self.config) and bool(self.plan.experts) and self.plan.moe_capacity > 0
+        return self.config.has_experts and bool(self.plan.experts) and self.plan.moe_capacity > 0
 
     def _out_specs(self, phase: Phase, logits: bool) -> tuple[Cache, StepOutput]:
         lanes = P(self.plan.requests or None)
         # Ranks count for themselves, and the host adds up.
         ranks = P(self.plan.routed(phase) or None)
-        loads, dropped = ranks if has_experts(self.config) else None, ranks if self._drops else None
+        loads, dropped = ranks if self.config.has_experts else None, ranks if self._drops else None
         if logits:
             tokens = self.batch_specs(phase).tokens
             all_logits = P(*tokens, self.plan.width or None)
@@ -227,7 +228,7 @@ class Programs:
         lanes, tokens = batch.positions.shape
         keys = batch.table.shape[1] * self.plan.page_size
         steps = Step(self.config, self.plan, phase, lanes, tokens, keys, logits, sampled, room).batches
-        batches = [batch] if len(steps) == 1 else _in_halves(batch)
+        batches = [batch] if len(steps) == 1 else in_halves(batch)
         step, model = steps[0], self.bind(weights)
         strategies = chosen(step)
         positions, contexts = cache.positions, []
@@ -242,8 +243,7 @@ class Programs:
         loads, dropped = (
             None if counts is None else counts[None] for counts in (all_loads(records), all_dropped(records))
         )
-        output: StepOutput = jax.tree.map(lambda *parts: _joined(parts), *outputs)
-        return Cache(planes, positions), output._replace(loads=loads, dropped=dropped)
+        return Cache(planes, positions), joined(outputs)._replace(loads=loads, dropped=dropped)
 
     def _store(self, batch: StepBatch, positions_plane: jax.Array, phase: Phase) -> PagedStore:
         """Where the keys of a batch go; `positions_plane` [pages, page_size] is the cache's before it."""
@@ -282,21 +282,6 @@ class Programs:
             return StepOutput(None, None, scores.reshape(step.lanes, step.tokens, -1), None, None)
         token, logprob = strategies["sampling"].run(scores, vocab_size, plan.width, batch.options, step.sampled)
         return StepOutput(token, logprob, None, None, None)
-
-
-def _in_halves(batch: StepBatch) -> list[StepBatch]:
-    """The first and the second half of a batch's lanes, an even number."""
-    lanes = len(batch.positions) // 2
-    return [jax.tree.map(lambda x: x[:lanes], batch), jax.tree.map(lambda x: x[lanes:], batch)]
-
-
-def _joined(parts: tuple[jax.Array, ...]) -> jax.Array:
-    return parts[0] if len(parts) == 1 else jnp.concatenate(parts)
-
-
-def has_experts(config: ModelConfig) -> bool:
-    """Whether any layer is a mixture of experts."""
-    return config.moe is not None and any(config.moe.layers)
 
 
 def _no_keys(planes: list[list[Plane]], plan: Plan, pages: int) -> Cache:

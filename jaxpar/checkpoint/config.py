@@ -165,6 +165,11 @@ class ModelConfig:
         return self.head_dim if self.mla is None else self.mla.qk_rope_head_dim
 
     @property
+    def has_experts(self) -> bool:
+        """Whether any layer is a mixture of experts."""
+        return self.moe is not None and any(self.moe.layers)
+
+    @property
     def v_head_dim(self) -> int:
         """The size of a head's values, and of its output."""
         return self.head_dim if self.mla is None else self.mla.v_head_dim

@@ -146,7 +146,7 @@ def recorded(programs: Programs, slots: Callable[[], np.ndarray] | None) -> Abst
         PlanError: the model has no experts.
     """
     moe = programs.config.moe
-    if moe is None or not any(moe.layers):
+    if moe is None or not programs.config.has_experts:
         raise PlanError(f"this {programs.config.model_type} has no experts, of which there is nothing to record")
     in_order = np.tile(first_slots(moe, programs.plan), (sum(moe.layers), 1))
     return _watched(programs, ExpertRecord(programs, slots or (lambda: in_order)))
