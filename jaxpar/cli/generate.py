@@ -105,8 +105,10 @@ def generate(
         if traced is not None:
             status.say("Compiling: a first run, which is not profiled")
             collect(runner.stream(ids, **options), len(ids))
-            runner.programs.dropped = 0  # what is said is of the run that is shown
-        moved = len(runner.balancer.moved) if runner.balancer else 0
+            # What is said is of the run that is shown.
+            runner.programs.dropped = 0
+            if runner.balancer:
+                runner.balancer.moved.clear()
         status.say(f"Generating for {len(ids)} prompt{'s' * (len(ids) > 1)}")
         timer = Timer()
         with profiled(traced), recording as recorded:
@@ -119,7 +121,7 @@ def generate(
         document["completions"] = [completion_json(*pair) for pair in zip(prompts, completions, strict=True)]
         document["dropped_rows"] = runner.dropped
         if rebalance_every and runner.balancer:
-            document["rebalanced"] = [asdict(move) for move in runner.balancer.moved[moved:]]
+            document["rebalanced"] = [asdict(move) for move in runner.balancer.moved]
         if stats is not None:
             document["moe_stats"] = stats.to_json()
         if profile is not None and summary is not None:

@@ -10,6 +10,7 @@ load its fullest rank no less stays as it is.
 
 from __future__ import annotations
 
+from collections import deque
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -31,6 +32,8 @@ from jaxpar.program import Programs, StepOutput, Weights
 
 WINDOW = 128
 """The most steps whose loads decide."""
+
+_REMEMBERED = 1024
 
 
 @dataclass(frozen=True)
@@ -80,8 +83,8 @@ class Rebalancer:
         self._names = tuple(arrays)
         self._window, self._steps = LoadWindow(WINDOW), 0
         self._waiting: dict[int, _Wanted] = {}
-        self.moved: list[LayerMove] = []
-        """Layers that have been moved so far, in time."""
+        self.moved: deque[LayerMove] = deque(maxlen=_REMEMBERED)
+        """Layers that have been moved so far, in time: the latest 1024 moves."""
         self.slots = np.tile(first_slots(moe, plan), (len(self._layers), 1))
         """The expert of each slot now [layers, slots]; another array after every move."""
         for layer in range(len(self._layers)):
