@@ -151,7 +151,9 @@ class Runner:
         return collect(self.stream(prompts, **sampling), len(prompts))
 
     def rebalance(self, loads: ArrayLike | None = None) -> list[LayerMove]:
-        """Move experts between slots to where loads want them, with copies of the hot ones; no token changes.
+        """Move experts between slots to where loads want them, with copies of the hot ones.
+
+        Logits stay the same up to rounding (sums may be taken in another order), unless `moe_capacity` drops rows.
 
         Args:
             loads: of the experts [MoE layers, experts], in any unit; None: those of the latest steps, 128 at most.

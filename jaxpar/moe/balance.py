@@ -135,8 +135,8 @@ def over_mean(device_loads: np.ndarray) -> np.ndarray:
 def pick_copy(token: Any, copies: Any) -> Any:
     """Which of its expert's `copies` a token goes to, from 0: (token * 2654435769 mod 2^32) mod copies.
 
-    Integer arrays, numpy or JAX, of shapes that broadcast: the token's index, and the copies of the expert that it
-    chose. Gives int32.
+    Integer arrays, numpy or JAX, of shapes that broadcast: the token's number (`nn.moe.token_numbers`), and the
+    copies of the expert that it chose. Gives int32.
     """
     hashed = token.astype(np.uint32) * np.uint32(_HASH)
     return (hashed % copies.astype(np.uint32)).astype(np.int32)

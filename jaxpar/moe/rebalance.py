@@ -4,8 +4,8 @@
     moves               layer 0         layer 1                one between two steps
 
 A layer's weights and its map change together, so that the steps in between run with some layers new and others old, and
-every token comes out the same (the asynchronous EPLB of vLLM). A layer whose new placement would
-load its fullest rank no less stays as it is.
+compute the same up to rounding (the asynchronous EPLB of vLLM). A layer whose new placement would load its fullest rank
+no less stays as it is.
 """
 
 from __future__ import annotations

@@ -159,7 +159,8 @@ def _own(of_tokens: jax.Array, step: StepContext) -> jax.Array:
 def token_numbers(positions: jax.Array, plan: Plan) -> jax.Array:
     """A number for each token [B, T], by which it picks copies: its position and its lane's place among all lanes.
 
-    Tokens of a prompt differ in the one, and those that are decoded together in the other.
+    Tokens of a prompt differ in the one, and those that are decoded together in the other. Of two half batches each has
+    its own numbers: a lane's place is that among the lanes of the same half.
     """
     lanes = positions.shape[0]
     lane = rank_index(plan.requests) * lanes + jnp.arange(lanes, dtype=jnp.int32)
