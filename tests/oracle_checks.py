@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
-from sample_models import rank_logits, rank_tokens
+from sample_models import open_session, rank_logits, rank_tokens
 
 from jaxpar.runner import Runner
+
+DECODED = 4
+"""Decode steps whose loads are counted."""
 
 
 def assert_logits(runner: Runner, prompts: Sequence[Sequence[int]], expected: Sequence[np.ndarray]) -> None:
@@ -27,3 +30,22 @@ def assert_tokens(runner: Runner, prompts: Sequence[Sequence[int]], expected: Se
     for request, on_rank in enumerate(chosen):
         first = request % replicas * size
         assert on_rank == {first + rank: list(expected[request]) for rank in range(size)}
+
+
+def checked_loads(
+    runner: Runner, prompts: Sequence[Sequence[int]], following: Sequence[Sequence[int]]
+) -> tuple[np.ndarray, np.ndarray]:
+    """The choices that each expert got in prefill and in decode steps of the tokens that follow [layers, experts].
+
+    Over all ranks each choice of each token counts once.
+    """
+    assert runner.config.moe is not None
+    # As many tokens as `assert_tokens` makes, whose programs these are.
+    session = open_session(runner, prompts, len(following[0]) - 1)
+    prefill = [chunk.output for chunk in session.prefill()]
+    decode = [session.decode({i: tokens[step] for i, tokens in enumerate(following)}) for step in range(DECODED)]
+    found = []
+    for outputs, tokens in ((prefill, sum(map(len, prompts))), (decode, DECODED * len(prompts))):
+        found.append(np.sum([np.asarray(output.loads).sum(axis=0) for output in outputs], axis=0))
+        assert (found[-1].sum(axis=1) == tokens * runner.config.moe.router.top_k).all()
+    return found[0], found[1]

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from oracle_checks import assert_logits, assert_tokens
+from oracle_checks import assert_logits, assert_tokens, checked_loads
 from oracle_data import EXPERT_ORACLES, load_oracle
 from sample_models import open_session, oracle_runner
 
@@ -53,6 +53,7 @@ def assert_is_the_oracle(name: str, mesh: str, **plan: Any) -> None:
     assert oracle.margin > 0.01
     assert_logits(runner, oracle.prompts, oracle.logits)
     assert_tokens(runner, oracle.prompts, oracle.greedy)
+    checked_loads(runner, oracle.prompts, oracle.greedy)
     if runner.plan.rebalance_every:
         assert runner.balancer is not None and runner.balancer.moved
 

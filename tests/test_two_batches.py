@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from oracle_checks import assert_logits, assert_tokens
+from oracle_checks import assert_logits, assert_tokens, checked_loads
 from oracle_data import load_oracle
 from sample_models import oracle_runner
 
@@ -112,8 +112,15 @@ def test_decode_has_the_first_half_of_a_replica_s_requests_in_its_first_half_of_
 # Answers
 
 OVER_CP: dict[str, Any] = {"chunk": 10, "layout": "zigzag", "two_batch_overlap": True}
+MOVING: dict[str, Any] = {
+    "moe_dispatch": "all_to_all",
+    "single_batch_overlap": 2,
+    "expert_slots": 10,
+    "rebalance_every": 2,
+    "two_batch_overlap": True,
+}
 TOKENS: list[Any] = [
-    ("qwen3_moe", "dp=2,ep=2,tp=2", {"moe_dispatch": "all_to_all", "single_batch_overlap": 2}),
+    ("qwen3_moe", "dp=2,ep=2,tp=2", MOVING),
     ("mistral", "cp=2", OVER_CP),
     pytest.param(
         "gpt_oss", "dp=2,ep=2,tp=2", {"moe_dispatch": "standard", "sequence_parallel": True}, marks=pytest.mark.full
@@ -133,6 +140,17 @@ def test_every_rank_has_the_tokens_of_transformers_in_two_batches(name: str, mes
     oracle, runner = load_oracle(name), oracle_runner(name, mesh, page_size=5, **{**plan, "two_batch_overlap": True})
     assert oracle.margin > 0.01
     assert_tokens(runner, oracle.prompts, oracle.greedy)
+    assert runner.balancer is None or runner.balancer.moved
+
+
+def test_both_halves_count_in_the_loads_of_experts() -> None:
+    oracle = load_oracle("qwen3_moe")
+    in_halves, reference = (
+        checked_loads(oracle_runner("qwen3_moe", mesh, page_size=5, **plan), oracle.prompts, oracle.greedy)
+        for mesh, plan in (("dp=2,ep=2,tp=2", MOVING), ("tp=1", {}))
+    )
+    for of_phase, expected in zip(in_halves, reference, strict=True):
+        np.testing.assert_array_equal(of_phase, expected)
 
 
 @pytest.mark.usefixtures("unwritten_pages_are_nan")
