@@ -13,6 +13,7 @@ from jaxpar.checkpoint.gguf_file import GgufFile
 from jaxpar.checkpoint.gguf_reader import GgufReader
 from jaxpar.checkpoint.gguf_tokenizer import gguf_tokenizer
 from jaxpar.checkpoint.hf_config import read_config
+from jaxpar.checkpoint.mxfp4_reader import Mxfp4Reader
 from jaxpar.checkpoint.reader import TensorReader
 from jaxpar.checkpoint.safetensors_reader import INDEX_FILE, SINGLE_FILE, SafetensorsReader
 from jaxpar.checkpoint.tokenizer import Tokenizer, read_tokenizer
@@ -107,4 +108,6 @@ def _open_directory(path: Path) -> Checkpoint:
         raise CheckpointError(f"{path} is not a model directory: no config.json, {found}; {_WANTED}")
     config = read_config(path)
     has_weights = any(path_inside(path, name).exists() for name in (SINGLE_FILE, INDEX_FILE))
-    return Checkpoint(path, config, SafetensorsReader(path) if has_weights else None)
+    if not has_weights:
+        return Checkpoint(path, config, reader=None)
+    return Checkpoint(path, config, Mxfp4Reader(path) if config.model_type == "gpt_oss" else SafetensorsReader(path))

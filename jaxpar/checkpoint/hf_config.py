@@ -25,7 +25,7 @@ from jaxpar.checkpoint.hf_rope import read_rope
 from jaxpar.errors import CheckpointError
 
 DTYPES = ("float32", "bfloat16", "float16")
-"""Element types of weights that are read; other formats (float8, GPTQ, AWQ, MXFP4) are refused by name."""
+"""Element types of weights that are read, and MXFP4 of gpt_oss; others (float8, GPTQ, AWQ) are refused by name."""
 
 
 def read_config(path: Path) -> ModelConfig:
@@ -133,10 +133,8 @@ def _refuse_other_models(fields: Fields, model_type: str) -> None:
         raise fields.error("architectures", f"the language model of {model_type} ({causal}, in any case)")
     wanted = f"no quantization: weights of {', '.join(DTYPES)}"
     quantization = fields.section("quantization_config")
-    if quantization is not None and quantization.values.get("quant_method") == "mxfp4":
-        wanted += "; transformers' Mxfp4Config(dequantize=True) and save_pretrained make them of MXFP4"
-        raise quantization.error("quant_method", wanted)
-    if quantization is not None:
+    is_unpacked = model_type == "gpt_oss" and quantization and quantization.values.get("quant_method") == "mxfp4"
+    if quantization is not None and not is_unpacked:
         raise fields.error("quantization_config", wanted)
     fields.choice("hidden_act", ("silu",), None)
     if model_type == "deepseek_v2" and fields.boolean("mlp_bias", False):

@@ -7,7 +7,7 @@ since the library tells no offsets, without which exact byte ranges cannot be re
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -38,14 +38,15 @@ class _Tensor:
 
 
 class SafetensorsReader:
-    """The tensors of a model directory (see TensorReader).
+    """The tensors of a model directory (see TensorReader), of the element types `dtypes` by their names in a header.
 
     Raises:
         CheckpointError: if the directory has no weights in this format, the index names a file or a tensor that is
             not there, a path leads out of the directory, or a file is truncated or has a broken header.
     """
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, dtypes: Mapping[str, np.dtype] = DTYPES) -> None:
+        self._dtypes = dtypes
         self._files: list[ByteRanges] = []
         try:
             self._tensors = self._open(directory)
@@ -61,12 +62,12 @@ class SafetensorsReader:
     def info(self, name: str) -> TensorInfo:
         """Shape, element type and file of a tensor (see TensorReader)."""
         tensor = self._find(name)
-        return TensorInfo(tensor.shape, DTYPES[tensor.dtype], tensor.file.path)
+        return TensorInfo(tensor.shape, self._dtypes[tensor.dtype], tensor.file.path)
 
     def read(self, name: str, index: tuple[slice, ...]) -> np.ndarray:
         """The slice `index` of a tensor (see TensorReader)."""
         tensor = self._find(name)
-        return tensor.file.read_array(tensor.offset, tensor.shape, DTYPES[tensor.dtype], index)
+        return tensor.file.read_array(tensor.offset, tensor.shape, self._dtypes[tensor.dtype], index)
 
     def close(self) -> None:
         """Close the files."""
@@ -80,9 +81,9 @@ class SafetensorsReader:
                 f"{self._directory}: tensor {name} is missing among {len(self._tensors)} tensors; fetch the weights "
                 "and config.json again, of the same model"
             )
-        if tensor.dtype not in DTYPES:
+        if tensor.dtype not in self._dtypes:
             raise CheckpointError(
-                f"{tensor.file.path}: tensor {name} is {tensor.dtype}, expected one of {', '.join(DTYPES)}; "
+                f"{tensor.file.path}: tensor {name} is {tensor.dtype}, expected one of {', '.join(self._dtypes)}; "
                 "convert the checkpoint to one of these"
             )
         return tensor
@@ -129,31 +130,31 @@ class SafetensorsReader:
             )
         header = parse_json(file.read_bytes(8, length), path)
         header.pop("__metadata__", None)
-        return {name: _parse_entry(name, entry, file, data=8 + length) for name, entry in header.items()}
+        return {name: self._parse_entry(name, entry, file, data=8 + length) for name, entry in header.items()}
 
-
-def _parse_entry(name: str, entry: Any, file: ByteRanges, data: int) -> _Tensor:
-    """One tensor of a header whose data begin at byte `data`; its bytes are all in the file."""
-    if type(entry) is not dict:
-        raise CheckpointError(f"{file.path}: the header's entry of tensor {name} is no object; fetch it again")
-    fields = Fields(entry, file.path, f"{name}: ")
-    shape, offsets = fields.items("shape", int), fields.items("data_offsets", int)
-    dtype = fields.string("dtype", None)
-    if dtype is None:
-        raise fields.error("dtype", "an element type")
-    if shape is None or len(shape) > MAX_AXES or not all(0 <= size <= MAX_INTEGER for size in shape):
-        raise fields.error("shape", f"a list of at most {MAX_AXES} sizes")
-    if offsets is None or len(offsets) != 2 or not 0 <= offsets[0] <= offsets[1]:
-        raise fields.error("data_offsets", "[begin, end]")
-    begin, end = offsets
-    if data + end > file.size:
-        raise CheckpointError(
-            f"{file.path} ends at byte {file.size}, and tensor {name} at {data + end}; it is truncated, fetch it again"
-        )
-    if dtype in DTYPES and end - begin != math.prod(shape) * DTYPES[dtype].itemsize:
-        expected = math.prod(shape) * DTYPES[dtype].itemsize
-        raise CheckpointError(
-            f"{file.path}: tensor {name} has {end - begin} bytes, expected {expected} for {dtype} of shape {shape}; "
-            "fetch it again"
-        )
-    return _Tensor(dtype, tuple(shape), data + begin, file)
+    def _parse_entry(self, name: str, entry: Any, file: ByteRanges, data: int) -> _Tensor:
+        """One tensor of a header whose data begin at byte `data`; its bytes are all in the file."""
+        if type(entry) is not dict:
+            raise CheckpointError(f"{file.path}: the header's entry of tensor {name} is no object; fetch it again")
+        fields = Fields(entry, file.path, f"{name}: ")
+        shape, offsets = fields.items("shape", int), fields.items("data_offsets", int)
+        dtype = fields.string("dtype", None)
+        if dtype is None:
+            raise fields.error("dtype", "an element type")
+        if shape is None or len(shape) > MAX_AXES or not all(0 <= size <= MAX_INTEGER for size in shape):
+            raise fields.error("shape", f"a list of at most {MAX_AXES} sizes")
+        if offsets is None or len(offsets) != 2 or not 0 <= offsets[0] <= offsets[1]:
+            raise fields.error("data_offsets", "[begin, end]")
+        begin, end = offsets
+        if data + end > file.size:
+            raise CheckpointError(
+                f"{file.path} ends at byte {file.size}, and tensor {name} at {data + end}; it is truncated, "
+                "fetch it again"
+            )
+        if dtype in self._dtypes and end - begin != math.prod(shape) * self._dtypes[dtype].itemsize:
+            expected = math.prod(shape) * self._dtypes[dtype].itemsize
+            raise CheckpointError(
+                f"{file.path}: tensor {name} has {end - begin} bytes, expected {expected} for {dtype} of shape "
+                f"{shape}; fetch it again"
+            )
+        return _Tensor(dtype, tuple(shape), data + begin, file)
