@@ -90,7 +90,8 @@ class Problem:
         """A strategy of the registry, as MoE layers call it; bytes are those that the ledger counts for these loads."""
         plan = Plan(SPEC, experts_over=AXES, moe_dispatch=name, devices_per_node=NODE, **fields)
         strategy = find("moe_dispatch", name)
-        run, slots_per_rank = bound(strategy, plan), self.experts // RANKS
+        step = Step(self._config(), plan, "prefill", lanes=1, tokens=self.tokens // RANKS, keys=16)
+        run, slots_per_rank = bound(strategy, step), self.experts // RANKS
 
         def local(x: jax.Array, slots: jax.Array, weights: jax.Array, gate_up: jax.Array, down: jax.Array) -> jax.Array:
             def through(rows: jax.Array, counts: jax.Array) -> jax.Array:
@@ -98,7 +99,6 @@ class Problem:
 
             return run(Inputs(x, slots, weights, Experts(through, gate_up), slots_per_rank)).rows
 
-        step = Step(self._config(), plan, "prefill", lanes=1, tokens=self.tokens // RANKS, keys=16)
         rounds = count_rounds(step, np.bincount(self.values()[1].ravel(), minlength=self.experts)[None, :])
         return self._sharded(local, sum(all_rounds(row, rounds).sent_bytes for row in strategy.traffic(step)))
 

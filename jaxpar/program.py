@@ -263,7 +263,7 @@ class Programs:
         chosen_attention = strategies[f"{phase}_attention"]
         attention = bound(chosen_attention, batch.positions, store.key_positions, plan, phase)
         query_axes = plan.active(chosen_attention.query_axes)
-        dispatch = dispatched(strategies["moe_dispatch"], plan, step.room) if "moe_dispatch" in strategies else None
+        dispatch = dispatched(strategies["moe_dispatch"], step) if "moe_dispatch" in strategies else None
         all_reduce = strategies["all_reduce"].run
         return StepContext(plan, phase, batch.positions, cos, sin, store, attention, query_axes, dispatch, all_reduce)
 

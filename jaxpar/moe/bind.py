@@ -7,16 +7,15 @@ from collections.abc import Callable
 import jax
 
 from jaxpar.moe.inputs import Dispatched, Inputs
-from jaxpar.plan import Plan
-from jaxpar.strategies import Strategy
+from jaxpar.strategies import Step, Strategy
 
 
-def bound(strategy: Strategy, plan: Plan, room: int = 0) -> Callable[[Inputs], Dispatched]:
-    """Tokens and their routing -> the weighted sum of what their experts make of them; `room` is that of Step."""
+def bound(strategy: Strategy, step: Step) -> Callable[[Inputs], Dispatched]:
+    """Tokens and their routing -> the weighted sum of what their experts make of them, as `step` needs it."""
 
     def dispatch(x: Inputs) -> Dispatched:
         with jax.named_scope(f"{strategy.sublayer}:{strategy.name}"):
-            done: Dispatched = strategy.run(x._replace(room=room), plan)
+            done: Dispatched = strategy.run(x._replace(room=step.room, differentiable=step.differentiated), step.plan)
             return done
 
     return dispatch

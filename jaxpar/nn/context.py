@@ -22,7 +22,7 @@ class StepContext:
     `positions` [B, T] global positions of the step's tokens (-1: padding); `cos`, `sin` [B * T, head_dim / 2];
     `store` takes keys and values; `attention` is the plan's strategy, and wants a share of the query heads over
     `query_axes`; `dispatch` brings tokens to their experts and back; `all_reduce` is the function of the plan's
-    strategy. `differentiable`: see `moe.inputs.Inputs`.
+    strategy.
     """
 
     plan: Plan
@@ -35,4 +35,3 @@ class StepContext:
     query_axes: tuple[str, ...]
     dispatch: Callable[[Routed], Dispatched] | None
     all_reduce: AllReduce
-    differentiable: bool = False

@@ -98,9 +98,7 @@ class MoE(nnx.Module):
         weights = jnp.where(real[:, None], routing.weights, 0.0)
         assert step.dispatch is not None
         experts = self._experts(split, step)
-        done = step.dispatch(
-            Inputs(x, slots, weights, experts, self.slots_per_rank, differentiable=step.differentiable)
-        )
+        done = step.dispatch(Inputs(x, slots, weights, experts, self.slots_per_rank))
         out = done.rows.astype(x.dtype)
         out = out if self.shared is None else out + self.shared(x, split)
         return out, record(routing, real, done.dropped)
