@@ -26,25 +26,32 @@ class Lanes:
     pages: int
 
 
-def assign(capacity: Sequence[int], plan: Plan) -> Lanes:
-    """Give each request, which will store up to `capacity[i]` tokens on a rank, a lane and its pages.
+def lanes_in_turn(requests: int, plan: Plan) -> list[int]:
+    """The lane in which each request decodes, among all replicas' lanes.
 
     Requests go to replicas in turn; lanes without a request do nothing. Of two half batches the first has half of a
     replica's requests, the second the others.
     """
-    replicas = plan.mesh.dp * plan.mesh.ep
-    local = lanes_of(len(capacity), plan)
+    replicas, local = plan.mesh.dp * plan.mesh.ep, lanes_of(requests, plan)
+    lanes = []
+    for request in range(requests):
+        replica, slot = request % replicas, request // replicas
+        half = len(range(replica, requests, replicas)) // 2
+        if plan.two_batch_overlap and slot >= half and local > 1:
+            slot += local // 2 - half
+        lanes.append(replica * local + slot)
+    return lanes
+
+
+def assign(capacity: Sequence[int], plan: Plan) -> Lanes:
+    """Give each request, which will store up to `capacity[i]` tokens on a rank, a lane and its pages."""
+    replicas, local = plan.mesh.dp * plan.mesh.ep, lanes_of(len(capacity), plan)
     pages = [pages_of(tokens, plan) for tokens in capacity]
     table = np.full((replicas * local, max(pages)), -1, np.int32)
     used = [0] * replicas
-    lane = []
-    for request, count in enumerate(pages):
-        replica, slot = request % replicas, request // replicas
-        half = len(range(replica, len(capacity), replicas)) // 2
-        if plan.two_batch_overlap and slot >= half and local > 1:
-            slot += local // 2 - half
-        row = replica * local + slot
+    lane = lanes_in_turn(len(capacity), plan)
+    for row, count in zip(lane, pages, strict=True):
+        replica = row // local
         table[row, :count] = np.arange(used[replica], used[replica] + count)
         used[replica] += count
-        lane.append(row)
     return Lanes(replicas * local, lane, table, eighths(max(used)))

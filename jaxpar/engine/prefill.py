@@ -15,6 +15,7 @@ from collections.abc import Iterator, Sequence
 from itertools import accumulate
 from typing import NamedTuple
 
+from jaxpar.engine.lanes import lanes_in_turn
 from jaxpar.engine.sizes import eighths, lanes_of, local_tokens, prefill_chunks, rounded_lanes
 from jaxpar.plan import Plan
 
@@ -45,13 +46,9 @@ def prefill_steps(lengths: Sequence[int], plan: Plan) -> Iterator[PrefillStep]:
         if plan.two_batch_overlap:
             yield _two_batches(offset, size, counts, plan)
             continue
-        replicas, lanes = plan.mesh.dp * plan.mesh.ep, lanes_of(len(lengths), plan)
-        parts = [
-            Part(request, offset, count, request % replicas * lanes + request // replicas)
-            for request, count in enumerate(counts)
-            if count
-        ]
-        yield PrefillStep(offset, size, lanes, local_tokens(size, plan), parts)
+        placed = enumerate(zip(counts, lanes_in_turn(len(lengths), plan), strict=True))
+        parts = [Part(request, offset, count, row) for request, (count, row) in placed if count]
+        yield PrefillStep(offset, size, lanes_of(len(lengths), plan), local_tokens(size, plan), parts)
 
 
 def _two_batches(offset: int, size: int, counts: Sequence[int], plan: Plan) -> PrefillStep:

@@ -16,8 +16,9 @@ from functools import lru_cache
 
 import numpy as np
 
-from jaxpar.engine.lanes import assign
+from jaxpar.engine.lanes import lanes_in_turn
 from jaxpar.engine.prefill import PrefillStep
+from jaxpar.engine.sizes import lanes_of
 from jaxpar.layout import deal
 from jaxpar.plan import Plan
 from jaxpar.registry import chosen
@@ -53,9 +54,8 @@ def tokens_of_prefill(step: PrefillStep, plan: Plan) -> np.ndarray:
 
 def tokens_of_decode(requests: int, plan: Plan) -> np.ndarray:
     """The tokens of each lane in a step that decodes so many requests: [dp * ep * lanes, 1]."""
-    lanes = assign([1] * requests, plan)
-    tokens = np.zeros((lanes.total, 1), np.int64)
-    tokens[lanes.lane] = 1
+    tokens = np.zeros((plan.mesh.dp * plan.mesh.ep * lanes_of(requests, plan), 1), np.int64)
+    tokens[lanes_in_turn(requests, plan)] = 1
     return tokens
 
 
