@@ -51,8 +51,7 @@ def main() -> None:
     experts = seen.shape[1]
     rows: list[dict[str, Any]] = []
     for name, loads in halves.items():
-        hottest = (experts * loads.max(axis=1) / loads.sum(axis=1)).tolist()
-        rows.append({"slots": "expert alone", "judged by": name, "fullest": Spread.of(hottest).to_json()})
+        rows.append({"slots": "expert alone", "judged by": name, "fullest": fullest(loads).to_json()})
         rows.append({"slots": "in order", "judged by": name, "fullest": fullest(in_order(loads, DEVICES)).to_json()})
         for extra in EXTRA_SLOTS:
             placed = place(seen, experts + extra, DEVICES)

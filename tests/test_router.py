@@ -11,11 +11,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from jax.sharding import PartitionSpec as P
+from oracle_data import ROOT
 
-from jaxpar.checkpoint import RouterConfig
-from jaxpar.devices import ensure_devices, make_mesh
+from jaxpar.checkpoint import RouterConfig, read_config
+from jaxpar.devices import abstract_mesh, ensure_devices, make_mesh
 from jaxpar.mesh import MeshSpec
 from jaxpar.moe.router import Routing, route
+from jaxpar.plan import Plan
+from jaxpar.program import Programs
 
 EXPERTS, HIDDEN, TOKENS = 12, 10, 40
 MIXTRAL = RouterConfig(2, norm_topk_prob=True)
@@ -207,3 +210,14 @@ def test_the_gradient_of_the_weights_is_that_of_finite_differences(kind: str) ->
     step = 1e-3
     measured = (total(weight + step * direction) - total(weight - step * direction)) / (2 * step)
     assert float((jax.grad(total)(weight) * direction).sum()) == pytest.approx(float(measured), rel=1e-2, abs=1e-3)
+
+
+def test_what_corrects_the_choice_of_experts_stays_float32_in_a_bfloat16_model() -> None:
+    config = read_config(ROOT / "deepseek_v3")
+    weights = Programs(config, Plan(dtype="bfloat16"), abstract_mesh(MeshSpec())).weights
+    dtypes = {name: weight.abstract.dtype.name for name, weight in weights.items()}
+    corrections = {name for name in dtypes if name.endswith("route_bias")}
+    assert config.moe is not None
+    assert len(corrections) == sum(config.moe.layers)
+    assert {dtypes.pop(name) for name in corrections} == {"float32"}
+    assert set(dtypes.values()) == {"bfloat16"}

@@ -19,6 +19,7 @@ from jaxpar.checkpoint.config import ModelConfig, RopeConfig
 from jaxpar.checkpoint.load import load_weights
 from jaxpar.checkpoint.save import collect_tensors, staged, write_model
 from jaxpar.errors import JaxparError
+from jaxpar.moe.balance import over_mean
 from jaxpar.plan import Plan
 from jaxpar.program import Weights
 from jaxpar.train.checkpoint import (
@@ -155,8 +156,8 @@ class _Run:
         mean = np.concatenate(losses)[:count].mean(dtype=np.float64)
         self.validation.append(float(np.float32(mean)))  # as a checkpoint keeps it
         if self._loads:
-            loads = np.sum(self._loads, axis=0)
-            self._imbalance, self._loads = (loads.max(axis=1) / loads.mean(axis=1)).tolist(), []
+            loads = np.stack(self._loads).sum(axis=0, dtype=np.float64)
+            self._imbalance, self._loads = over_mean(loads).max(axis=1).tolist(), []
 
     def save_checkpoint(self) -> None:
         """Replace the checkpoint by one of the state as it is now."""
