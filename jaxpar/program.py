@@ -264,8 +264,8 @@ class Programs:
         attention = bound(chosen_attention, batch.positions, store.key_positions, plan, phase)
         query_axes = plan.active(chosen_attention.query_axes)
         dispatch = dispatched(strategies["moe_dispatch"], step) if "moe_dispatch" in strategies else None
-        all_reduce = strategies["all_reduce"].run
-        return StepContext(plan, phase, batch.positions, cos, sin, store, attention, query_axes, dispatch, all_reduce)
+        reduction = strategies["all_reduce"].run(plan)
+        return StepContext(plan, phase, batch.positions, cos, sin, store, attention, query_axes, dispatch, reduction)
 
     def _next(
         self, model: Decoder, x: jax.Array, batch: StepBatch, step: Step, strategies: Mapping[str, Strategy]

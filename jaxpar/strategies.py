@@ -84,9 +84,19 @@ class Step:
         return [self.lanes * self.keys * size * self.itemsize for size in values]
 
     @property
+    def layers(self) -> int:
+        """Layers that a rank runs."""
+        return self.config.num_hidden_layers
+
+    @property
     def moe_layers(self) -> int:
-        """Layers that have experts in place of the FFN."""
+        """Layers that a rank runs with experts in place of the FFN."""
         return 0 if self.config.moe is None else sum(self.config.moe.layers)
+
+    @property
+    def dense_layers(self) -> int:
+        """Layers that a rank runs with a dense FFN."""
+        return self.layers - self.moe_layers
 
     @property
     def choices(self) -> int:

@@ -50,9 +50,9 @@ def _flops(step: Step) -> dict[str, int]:
     tokens = product_rows(step.rows if step.logits else step.lanes, step.itemsize)
     ffn = _gated_ffn(rows, hidden, step.width_share("ffn", config.intermediate_size))
     return {
-        "attention": config.num_hidden_layers * projections,
-        attention.sublayer: config.num_hidden_layers * _attended(step, attention),
-        **({"ffn": dense * ffn} if (dense := config.num_hidden_layers - step.moe_layers) else {}),
+        "attention": step.layers * projections,
+        attention.sublayer: step.layers * _attended(step, attention),
+        **({"ffn": step.dense_layers * ffn} if step.dense_layers else {}),
         **(_moe(step, config.moe) if config.moe is not None else {}),
         "head": 2 * tokens * hidden * -(-config.vocab_size // plan.mesh.tp),
     }

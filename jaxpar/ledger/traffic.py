@@ -41,6 +41,11 @@ class Traffic:
     sent_bytes: int
     per: str = ""
 
+    @property
+    def steps(self) -> int:
+        """Messages that have to follow one another in all calls, each of which pays the latency of a link."""
+        return self.calls * STEPS.get(self.collective, 1)
+
 
 def all_reduce_bytes(message_bytes: int, ranks: int) -> int:
     """Sent by a ring or two-shot all-reduce."""
@@ -79,6 +84,10 @@ SENT_BYTES: Mapping[str, Callable[[int, int], int]] = MappingProxyType(
     }
 )
 """Every collective that the ledger knows -> (bytes of a message, ranks of a group) -> bytes that a rank sends."""
+
+
+STEPS: Mapping[str, int] = MappingProxyType({"all_reduce": 2})
+"""Steps of a call: in one every rank sends to all others at once; an all-reduce makes sums first, then sends them."""
 
 
 def merge(rows: Iterable[Traffic]) -> list[Traffic]:

@@ -9,7 +9,7 @@ import jax
 
 from jaxpar.attention.cache import KeyStore
 from jaxpar.attention.inputs import Inputs
-from jaxpar.collectives.exchange import AllReduce
+from jaxpar.collectives.reduction import Reduction
 from jaxpar.moe.inputs import Dispatched
 from jaxpar.moe.inputs import Inputs as Routed
 from jaxpar.plan import Phase, Plan
@@ -21,8 +21,7 @@ class StepContext:
 
     `positions` [B, T] global positions of the step's tokens (-1: padding); `cos`, `sin` [B * T, head_dim / 2];
     `store` takes keys and values; `attention` is the plan's strategy, and wants a share of the query heads over
-    `query_axes`; `dispatch` brings tokens to their experts and back; `all_reduce` is the function of the plan's
-    strategy.
+    `query_axes`; `dispatch` brings tokens to their experts and back; `reduction` adds partial results up.
     """
 
     plan: Plan
@@ -34,4 +33,4 @@ class StepContext:
     attention: Callable[[Inputs], jax.Array]
     query_axes: tuple[str, ...]
     dispatch: Callable[[Routed], Dispatched] | None
-    all_reduce: AllReduce
+    reduction: Reduction

@@ -44,24 +44,24 @@ class Slot(nnx.Module):
 
     def attend(self, x: jax.Array, planes: Planes, step: StepContext) -> tuple[jax.Array, Planes]:
         """Residual rows [R, D] and the layer's cache -> both after the layer's attention."""
-        plan, sublayer = step.plan, step.plan.sublayer("attention", step.phase)
-        with jax.named_scope(f"attention:{plan.all_reduce}"):
-            h = enter(rms_norm(x, self.attention_norm[0], self.eps), sublayer, step.positions.size)
+        sublayer = step.plan.sublayer("attention", step.phase)
+        with jax.named_scope(f"attention:{step.reduction.name}"):
+            h = enter(rms_norm(x, self.attention_norm[0], self.eps), sublayer, step.positions.size, step.reduction)
             part, planes = self.attention(h, planes, step)
-            return x + self.attention.out.add_bias(leave(part, sublayer, step.all_reduce)), planes
+            return x + self.attention.out.add_bias(leave(part, sublayer, step.reduction)), planes
 
     def feed(self, x: jax.Array, step: StepContext) -> tuple[jax.Array, LayerRecord | None]:
         """Residual rows [R, D] after attention -> after the layer's FFN, and the record of its experts."""
         plan, phase = step.plan, step.phase
         name: SublayerName = "moe" if isinstance(self.ffn, MoE) else "ffn"
         sublayer = plan.sublayer(name, phase)
-        with jax.named_scope(f"{name}:{plan.all_reduce}"):
-            h = enter(rms_norm(x, self.ffn_norm[0], self.eps), sublayer, step.positions.size)
+        with jax.named_scope(f"{name}:{step.reduction.name}"):
+            h = enter(rms_norm(x, self.ffn_norm[0], self.eps), sublayer, step.positions.size, step.reduction)
             split = tuple(axis for axis in plan.width_of(name, phase) if axis not in plan.width)
             if isinstance(self.ffn, MoE):
                 part, record = self.ffn(h, split, step)
-                return x + leave(part, sublayer, step.all_reduce)[: x.shape[0]], record
-            return x + self.ffn.down.add_bias(leave(self.ffn(h, split), sublayer, step.all_reduce)), None
+                return x + leave(part, sublayer, step.reduction)[: x.shape[0]], record
+            return x + self.ffn.down.add_bias(leave(self.ffn(h, split), sublayer, step.reduction)), None
 
 
 def _ffn(config: ModelConfig, plan: Plan, layers: tuple[int, ...]) -> MLP | MoE:

@@ -169,9 +169,9 @@ class TrainPrograms:
         inputs, targets = tokens[:, :-1], tokens[:, 1:]
         positions = jnp.broadcast_to(jnp.arange(inputs.shape[1], dtype=jnp.int32)[None, :], inputs.shape)
         cos, sin = angles(positions.reshape(-1), config.rope, config.rope_head_dim)
-        store, all_reduce = ChunkOnly(positions), self._all_reduce.run
+        store, reduction = ChunkOnly(positions), self._all_reduce.run(plan)
         dispatch = None if self._dispatch is None else dispatched(self._dispatch, self._shape)
-        step = StepContext(plan, "prefill", positions, cos, sin, store, attend_whole, (), dispatch, all_reduce)
+        step = StepContext(plan, "prefill", positions, cos, sin, store, attend_whole, (), dispatch, reduction)
         x = self._embedding.run(inputs.reshape(-1), model.embedding[...], plan.sublayer("vocabulary", "prefill"))
         with jax.named_scope("embedding:vocab_parallel"):
             # The residual stream is one copy a rank from here on, so that every sum of its gradient has its scope.

@@ -9,8 +9,8 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from jaxpar.collectives import all_sum, leave, rank_index
-from jaxpar.collectives.exchange import leave_traffic
+from jaxpar.collectives import leave, rank_index
+from jaxpar.collectives.reduction import leave_traffic
 from jaxpar.ledger.traffic import Traffic
 from jaxpar.plan import Sublayer
 from jaxpar.strategies import Step, Strategy
@@ -30,7 +30,7 @@ def embed(ids: jax.Array, table: jax.Array, sublayer: Sublayer) -> jax.Array:
         local = ids - rank_offset(table.shape[0], axes)
         mine = (local >= 0) & (local < table.shape[0])
         rows = table[jnp.clip(local, 0, table.shape[0] - 1)]
-        return leave(jnp.where(mine[:, None], rows, jnp.zeros((), rows.dtype)), sublayer, all_sum)
+        return leave(jnp.where(mine[:, None], rows, jnp.zeros((), rows.dtype)), sublayer)
 
 
 def traffic(step: Step) -> list[Traffic]:

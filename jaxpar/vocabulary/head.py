@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxpar.collectives import enter, pick_rows
-from jaxpar.collectives.exchange import enter_traffic
+from jaxpar.collectives.reduction import enter_traffic
 from jaxpar.ledger.traffic import Traffic
 from jaxpar.nn.linear import matmul
 from jaxpar.plan import Sublayer

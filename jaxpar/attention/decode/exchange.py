@@ -82,5 +82,5 @@ def rescale_traffic(step: Step, strategy: str) -> list[Traffic]:
 
 def _in_layers(step: Step, strategy: str, collective: str, message: int) -> Traffic:
     """A collective over cp in every layer."""
-    scope, layers = ("decode_attention", strategy), step.config.num_hidden_layers
+    scope, layers = ("decode_attention", strategy), step.layers
     return step.sends(scope, collective, step.plan.sequence, layers, message)

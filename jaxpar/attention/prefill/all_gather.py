@@ -29,7 +29,7 @@ def run(x: Inputs, plan: Plan, prepared: jax.Array) -> jax.Array:
 
 def traffic(step: Step) -> list[Traffic]:
     """Two all-gathers a layer, of keys and of values; positions once."""
-    scope, layers = ("prefill_attention", "all_gather"), step.config.num_hidden_layers
+    scope, layers = ("prefill_attention", "all_gather"), step.layers
     return [
         *gather_traffic(step, "all_gather", step.keys),
         *(step.sends(scope, "all_gather", step.plan.sequence, layers, plane) for plane in step.bag_bytes),

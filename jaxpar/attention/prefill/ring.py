@@ -88,7 +88,7 @@ def hop_traffic(step: Step, strategy: str, ranks: int, messages: list[int]) -> l
     """The hops around rings of `ranks` of a rank's planes, of as many bytes as `messages` has, in all layers."""
     if ranks == 1:
         return []
-    scope, hops = ("prefill_attention", strategy), step.config.num_hidden_layers * (ranks - 1)
+    scope, hops = ("prefill_attention", strategy), step.layers * (ranks - 1)
     return [step.sends(scope, "ppermute", step.plan.sequence, hops, message) for message in messages]
 
 

@@ -52,7 +52,7 @@ def run(x: Inputs, plan: Plan, prepared: jax.Array) -> jax.Array:
 
 def traffic(step: Step) -> list[Traffic]:
     """Cp - 1 hops of the queries and one all-to-all of partial results in each layer; positions once."""
-    layers, ranks, axes = step.config.num_hidden_layers, step.plan.mesh.cp, step.plan.sequence
+    layers, ranks, axes = step.layers, step.plan.mesh.cp, step.plan.sequence
     scope, vectors = ("prefill_attention", "ring_q"), step.rows * step.heads.q_local
     query = vectors * step.config.head_dim * step.itemsize
     parts = ranks * vectors * packed_bytes(step.config.v_head_dim, step.itemsize)

@@ -85,7 +85,7 @@ def exchange_traffic(step: Step, strategy: str, ranks: int) -> list[Traffic]:
     """What bringing tokens to heads over groups of `ranks` sends, and bringing outputs back, in all layers."""
     if ranks == 1:
         return []
-    layers, scope, axes = step.config.num_hidden_layers, ("prefill_attention", strategy), step.plan.sequence
+    layers, scope, axes = step.layers, ("prefill_attention", strategy), step.plan.sequence
     vectors = ranks * step.rows * _layout(step, ranks).q_local * step.itemsize
     messages = [("all_to_all", vectors * size) for size in (step.config.head_dim, step.config.v_head_dim)]
     if step.config.mla is None:

@@ -8,32 +8,20 @@ rank 3: p3 -+
 
 from __future__ import annotations
 
-from jaxpar.collectives.exchange import enter_traffic, leave_traffic
-from jaxpar.collectives.reduce import all_sum
+from jaxpar.collectives.reduction import NATIVE, Reduction, sublayers_traffic
 from jaxpar.ledger.traffic import Traffic
-from jaxpar.plan import SublayerName
+from jaxpar.plan import Plan
 from jaxpar.strategies import Step, Strategy
 
 
-def traffic(step: Step) -> list[Traffic]:
-    """Two all-reduces of the residual's [T, D] a layer; ring: each rank sends 2(P-1)/P of it.
+def run(plan: Plan) -> Reduction:
+    """The backend's all-reduce, reduce-scatter and all-gather."""
+    return NATIVE
 
-    Where the residual stream is split over tp, each is an all-gather before and a reduce-scatter after: the same bytes.
-    An MoE layer that deals its tokens out gathers the slices.
-    """
-    rows: list[Traffic] = []
-    layers, with_experts = step.config.num_hidden_layers, step.moe_layers
-    sublayers: list[tuple[SublayerName, int, int]] = [
-        ("attention", layers, step.rows),
-        ("ffn", layers - with_experts, step.rows),
-        ("moe", with_experts, step.moe_rows),
-    ]
-    for name, calls, count in sublayers:
-        sublayer = step.plan.sublayer(name, step.phase)
-        if calls:
-            rows += enter_traffic(step, (name, "psum"), sublayer, calls)
-            rows += leave_traffic(step, (name, "psum"), sublayer, count, calls)
-    return rows
+
+def traffic(step: Step) -> list[Traffic]:
+    """Two all-reduces of the residual's [T, D] a layer; ring: each rank sends 2(P-1)/P of it."""
+    return sublayers_traffic(step, NATIVE)
 
 
 def backward(step: Step) -> list[Traffic]:
@@ -56,7 +44,7 @@ STRATEGY = Strategy(
     axes=("cp", "tp"),
     collectives=("all_reduce", "all_gather", "reduce_scatter"),
     needs="any shape",
-    run=all_sum,
+    run=run,
     traffic=traffic,
     check=check,
     backward=backward,
