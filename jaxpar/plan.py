@@ -32,6 +32,7 @@ _NUMBERS = {
     "chunk": 1,
     "page_size": 1,
     "max_num_seqs": 1,
+    "microbatches": 0,
 }
 # Axes that a step program can split over so far; the others exist in specs, presets and `jaxpar mesh`.
 RUNNABLE_AXES = ("dp", "ep", "cp", "tp")
@@ -71,7 +72,8 @@ class Plan:
     `two_batch_overlap` runs a step as two half batches, layer by layer in turn, so that what one sends may overlap with
     the other's work; `single_batch_overlap` is the number of blocks in which what experts made is sent back, so that
     one block's way may overlap with the next block's work (both as in SGLang).
-    `sequence_parallel` splits the residual stream over tp along its tokens (arXiv:2205.05198); `chunk` is the most
+    `sequence_parallel` splits the residual stream over tp along its tokens (arXiv:2205.05198); `microbatches` are the
+    groups of a replica's requests that follow one another through the stages of pp (0: as many as stages); `chunk` is the most
     tokens of one prompt that a prefill step takes; `page_size` the tokens of a KV cache page; `max_num_seqs` the most
     requests that a replica runs at once; `dtype` that of weights, activations and cache.
     """
@@ -94,6 +96,7 @@ class Plan:
     single_batch_overlap: int = 1
     all_reduce: str = "psum"
     sequence_parallel: bool = False
+    microbatches: int = 0
     chunk: int = 512
     page_size: int = 16
     max_num_seqs: int = 64
@@ -113,6 +116,11 @@ class Plan:
             raise PlanError(
                 f"rebalance_every={self.rebalance_every} moves experts between slots, and expert_slots=0 leaves them "
                 "in order: give expert_slots, or leave this"
+            )
+        if self.two_batch_overlap and self.groups > 1:
+            raise PlanError(
+                f"two_batch_overlap with {self.groups} groups of requests (pp={self.mesh.pp}, "
+                f"microbatches={self.microbatches}): groups fill the pipeline; leave two_batch_overlap out"
             )
         if self.ulysses_degree and self.prefill_attention != "usp":
             raise PlanError(
@@ -148,6 +156,16 @@ class Plan:
     def requests(self) -> tuple[str, ...]:
         """The axes over which requests are split."""
         return self.active(("dp", "ep"))
+
+    @property
+    def lanes(self) -> tuple[str, ...]:
+        """The axes over which the lanes of a step are split: each stage of each replica works on lanes of its own."""
+        return self.active(("pp", "dp", "ep"))
+
+    @property
+    def groups(self) -> int:
+        """Groups into which the requests of a replica are dealt: as many as stages unless asked otherwise."""
+        return self.microbatches or self.mesh.pp
 
     @property
     def width(self) -> tuple[str, ...]:
@@ -196,6 +214,7 @@ class Plan:
         """The name of the strategy that each sublayer runs in `phase`, in the order of the forward pass."""
         return {
             "embedding": "vocab_parallel",
+            "pipeline": "send_recv",
             f"{phase}_attention": self.prefill_attention if phase == "prefill" else self.decode_attention,
             "moe_dispatch": self.moe_dispatch,
             "all_reduce": self.all_reduce,

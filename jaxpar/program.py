@@ -4,6 +4,10 @@ Below it everything is a plain function of local arrays and axis names.
 
     weights, cache (donated), batch  ->  shard_map  ->  cache, token and log-probability of each lane [, logits]
 
+Over pp a step is one tick of a pipeline: each stage runs its layers on a batch of its own, rows that the stage before
+has passed on (`pipeline/send_recv.py`), and passes them on. Every stage runs the whole program: where it has no batch
+on rows of padding, for a collective under a condition that differs between ranks hangs.
+
 Under `two_batch_overlap` the first and the second half of a replica's lanes are two batches in one program
 (`nn/decoder.py`), which share the cache: the second sees the pages that the first has written, and not the other way.
 """
@@ -29,13 +33,15 @@ from jaxpar.collectives import rank_index
 from jaxpar.errors import PlanError
 from jaxpar.layout import owner
 from jaxpar.moe.bind import bound as dispatched
-from jaxpar.moe.record import all_dropped, all_loads
+from jaxpar.moe.record import LayerRecord, all_dropped, all_loads
 from jaxpar.nn.context import StepContext
 from jaxpar.nn.decoder import Decoder
 from jaxpar.nn.expert_map import Table
 from jaxpar.nn.rope import angles
 from jaxpar.nn.weights import Weight
 from jaxpar.overlap import in_halves, joined
+from jaxpar.pipeline.ends import entering, on_last_stage
+from jaxpar.pipeline.stages import moe_layers_of
 from jaxpar.plan import PHASES, Phase, Plan
 from jaxpar.registry import chosen
 from jaxpar.strategies import Step, Strategy
@@ -47,6 +53,8 @@ Weights = dict[str, jax.Array]
 
 class StepBatch(NamedTuple):
     """What a step works on; B lanes of all replicas, T new tokens a lane.
+
+    Over pp each stage has a batch of its own, and B counts the lanes of all stages, one stage after the other.
 
     `tokens`, `positions` [B, T] (position -1: padding, at the end of what a rank has); in prefill a rank of cp has T/cp
     of them side by side. `start` [B, cp] tokens that each rank has stored so far; `table` [B, W] page ids, -1 for none;
@@ -62,7 +70,9 @@ class StepBatch(NamedTuple):
 
 
 class StepOutput(NamedTuple):
-    """`token` and `logprob` [B], the same on every rank of a replica; or `logits` [B, T, V padded].
+    """`token` and `logprob` [B], the same on every rank of a stage; or `logits` [B, T, V padded].
+
+    Over pp those of the last stage's lanes, which come last, mean something, and no others.
 
     Of each rank that dispatches tokens of its own, `loads` [ranks, MoE layers, E] are the choices that each expert got
     of them, None without experts, and `dropped` [ranks] the rows that the plan's `moe_capacity` had no room for, None
@@ -88,7 +98,6 @@ class Programs:
         Raises:
             PlanError: an axis that cannot run yet, a strategy that does not exist or that refuses the model.
         """
-        plan.check_runnable()
         if plan.expert_slots and not config.has_experts:
             raise PlanError(f"expert_slots={plan.expert_slots}: this {config.model_type} has no experts; leave it out")
         for phase in PHASES:
@@ -135,30 +144,46 @@ class Programs:
         return model
 
     def batch_specs(self, phase: Phase) -> StepBatch:
-        """PartitionSpecs of a batch: requests over (dp, ep), a prompt's tokens over cp in prefill."""
-        lanes = P(self.plan.requests or None)
-        over_cp = P(self.plan.requests or None, self.plan.sequence or None)
-        whole = P(self.plan.requests or None, None)
+        """PartitionSpecs of a batch: lanes over (pp, dp, ep), a prompt's tokens over cp in prefill."""
+        lanes = P(self.plan.lanes or None)
+        over_cp = P(self.plan.lanes or None, self.plan.sequence or None)
+        whole = P(self.plan.lanes or None, None)
         tokens = over_cp if phase == "prefill" else whole
         return StepBatch(tokens, tokens, over_cp, whole, lanes, SamplingArrays(*[lanes] * 5))
 
-    def cache_specs(self) -> Cache:
-        """PartitionSpecs of the cache."""
-        return cache_specs(self.planes, self.plan)
+    def cache_specs(self, phase: Phase) -> Cache:
+        """PartitionSpecs of the cache, and of what goes from stage to stage in `phase`."""
+        plan = self.plan
+        flow = P(plan.active(("pp", *plan.residual[phase])), None) if plan.pipeline else None
+        return cache_specs(self.planes, plan)._replace(flow=flow)
 
     def empty_cache(self, pages: int) -> Cache:
         """A cache with no key in it and `pages` pages on every rank, each rank making its own part."""
         cache: Cache = self._new_cache(pages)
         return cache
 
+    def empty_flow(self, step: Step) -> jax.Array | None:
+        """The rows of padding that fill a pipeline before its first tick; None without one."""
+        if not self.plan.pipeline:
+            return None
+        shape = self.flow_shape(step)
+        return jax.device_put(np.zeros(shape.shape, shape.dtype), self.sharded(self.cache_specs(step.phase).flow))
+
+    def flow_shape(self, step: Step) -> jax.ShapeDtypeStruct:
+        """Of the rows that all ranks together pass on in a tick."""
+        ranks = step.ranks(self.plan.active(("pp", *self.plan.residual[step.phase])))
+        return jax.ShapeDtypeStruct(
+            (ranks * step.passed_rows, self.config.hidden_size), jnp.dtype(self.plan.dtype)
+        )
+
     @cached_property
     def _new_cache(self) -> Any:
         make = partial(_no_keys, self.planes, self.plan)
-        return jax.jit(make, static_argnums=0, out_shardings=self.sharded(self.cache_specs()))
+        return jax.jit(make, static_argnums=0, out_shardings=self.sharded(cache_specs(self.planes, self.plan)))
 
     def abstract_arguments(self, step: Step, pages: int) -> tuple[dict[str, Any], Cache, StepBatch]:
         """ShapeDtypeStructs of a step's arguments, for tracing and compiling without any array."""
-        lanes = step.lanes * self.plan.mesh.dp * self.plan.mesh.ep
+        lanes = step.lanes * step.ranks(self.plan.lanes)
 
         def array(shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
             return jax.ShapeDtypeStruct(shape, dtype)
@@ -171,6 +196,8 @@ class Programs:
         table = array((lanes, -(-step.keys // self.plan.page_size)), jnp.int32)
         weights = {name: array.abstract for name, array in self.arrays.items()}
         cache = cache_shapes(self.planes, pages, self.plan)
+        if self.plan.pipeline:
+            cache = cache._replace(flow=self.flow_shape(step))
         return weights, cache, StepBatch(tokens, tokens, array((lanes, ranks), jnp.int32), table, lane, options)
 
     def spmd(self, phase: Phase, logits: bool = False, sampled: bool = False, room: int = 0) -> StepFunction:
@@ -182,7 +209,7 @@ class Programs:
             sampled: whether any lane draws its token; a greedy program holds no noise.
             room: that of Step.
         """
-        specs = (self.array_specs, self.cache_specs(), self.batch_specs(phase))
+        specs = (self.array_specs, self.cache_specs(phase), self.batch_specs(phase))
 
         def local(weights: Weights, cache: Cache, batch: StepBatch) -> tuple[Cache, StepOutput]:
             return self._local_step(weights, cache, batch, phase, logits, sampled, room)
@@ -191,7 +218,7 @@ class Programs:
 
     def _compiled_on_use(self, phase: Phase, logits: bool = False, sampled: bool = False, room: int = 0) -> Any:
         program = self.spmd(phase, logits, sampled, room)
-        specs = (self.array_specs, self.cache_specs(), self.batch_specs(phase))
+        specs = (self.array_specs, self.cache_specs(phase), self.batch_specs(phase))
         return jax.jit(
             program,
             in_shardings=self.sharded(specs),
@@ -211,15 +238,15 @@ class Programs:
         return self.config.has_experts and bool(self.plan.experts) and self.plan.moe_capacity > 0
 
     def _out_specs(self, phase: Phase, logits: bool) -> tuple[Cache, StepOutput]:
-        lanes = P(self.plan.requests or None)
+        lanes = P(self.plan.lanes or None)
         # Ranks count for themselves, and the host adds up.
         ranks = P(self.plan.routed(phase) or None)
         loads, dropped = ranks if self.config.has_experts else None, ranks if self._drops else None
         if logits:
             tokens = self.batch_specs(phase).tokens
             all_logits = P(*tokens, self.plan.width or None)
-            return self.cache_specs(), StepOutput(None, None, all_logits, loads, dropped)
-        return self.cache_specs(), StepOutput(lanes, lanes, None, loads, dropped)
+            return self.cache_specs(phase), StepOutput(None, None, all_logits, loads, dropped)
+        return self.cache_specs(phase), StepOutput(lanes, lanes, None, loads, dropped)
 
     def _local_step(
         self, weights: Weights, cache: Cache, batch: StepBatch, phase: Phase, logits: bool, sampled: bool, room: int
@@ -237,13 +264,28 @@ class Programs:
             positions = store.positions_plane
             contexts.append(self._context(one, store, step, strategies))
         sublayer, embed = self.plan.sublayer("vocabulary", phase), strategies["embedding"].run
-        embedded = [embed(one.tokens.reshape(-1), model.embedding[...], sublayer) for one in batches]
-        hidden, planes, records = model(embedded, cache.planes, contexts)
-        outputs = [self._next(model, x, one, step, strategies) for x, one in zip(hidden, batches, strict=True)]
+        rows = [embed(one.tokens.reshape(-1), model.embedding_rows, sublayer) for one in batches]
+        if self.plan.pipeline:
+            rows = [entering(cache.flow, rows[0], lanes, self.plan)]
+        rows, planes, records = model(rows, cache.planes, contexts)
+        flow = strategies["pipeline"].run(rows[0], self.plan) if self.plan.pipeline else None
+        outputs = [self._next(model, x, one, step, strategies) for x, one in zip(rows, batches, strict=True)]
         loads, dropped = (
-            None if counts is None else counts[None] for counts in (all_loads(records), all_dropped(records))
+            None if counts is None else counts[None] for counts in (self._by_layer(records), all_dropped(records))
         )
-        return Cache(planes, positions), joined(outputs)._replace(loads=loads, dropped=dropped)
+        return Cache(planes, positions, flow), joined(outputs)._replace(loads=loads, dropped=dropped)
+
+    def _by_layer(self, records: list[LayerRecord]) -> jax.Array | None:
+        """Loads of all MoE layers [L, E]; of those that other stages run, 0."""
+        loads, plan = all_loads(records), self.plan
+        if loads is None or not plan.pipeline:
+            return loads
+        places = moe_layers_of(self.config, plan)
+        of_slots = np.full((plan.mesh.pp, len(loads)), len(places), np.int32)
+        for layer, (stage, slot) in enumerate(places):
+            of_slots[stage, slot] = layer
+        mine = jnp.asarray(of_slots)[rank_index(plan.pipeline)]
+        return jnp.zeros((len(places), loads.shape[1]), loads.dtype).at[mine].set(loads, mode="drop")
 
     def _store(self, batch: StepBatch, positions_plane: jax.Array, phase: Phase) -> PagedStore:
         """Where the keys of a batch go; `positions_plane` [pages, page_size] is the cache's before it."""
@@ -270,14 +312,16 @@ class Programs:
     def _next(
         self, model: Decoder, x: jax.Array, batch: StepBatch, step: Step, strategies: Mapping[str, Strategy]
     ) -> StepOutput:
-        """One batch's hidden states after the final norm -> its next tokens, or the logits of all its tokens."""
+        """One batch's residual rows after all layers -> its next tokens, or the logits of all its tokens."""
         plan, vocab_size = self.plan, self.config.vocab_size
         sublayer = plan.sublayer("vocabulary", step.phase)
+        x = model.normed(x)
         if step.logits:
             x = all_tokens(x, step.rows, sublayer)
         else:
             x = last_tokens(x, batch.last, step.tokens, sublayer, plan.slices(step.phase))
-        scores = strategies["head"].run(x, model.head_weight[...], vocab_size, plan.width)
+        table = model.head_rows
+        scores = on_last_stage(lambda x: strategies["head"].run(x, table, vocab_size, plan.width), x, plan)
         if step.logits:
             return StepOutput(None, None, scores.reshape(step.lanes, step.tokens, -1), None, None)
         token, logprob = strategies["sampling"].run(scores, vocab_size, plan.width, batch.options, step.sampled)

@@ -12,12 +12,14 @@ from jaxpar.errors import PlanError
 from jaxpar.moe.dispatch import all_to_all, ragged, standard, two_level
 from jaxpar.moe.dispatch import auto as auto_dispatch
 from jaxpar.moe.dispatch import local as local_experts
+from jaxpar.pipeline import send_recv
 from jaxpar.strategies import Choice, Step, Strategy
 from jaxpar.train import balance, gradients, loss
 from jaxpar.vocabulary import embedding, head, sampling
 
 STRATEGIES: tuple[Strategy, ...] = (
     embedding.STRATEGY,
+    send_recv.STRATEGY,
     local.PREFILL,
     ring.STRATEGY,
     ring_q.STRATEGY,

@@ -57,6 +57,11 @@ class Step:
         return self.lanes * self.tokens
 
     @property
+    def passed_rows(self) -> int:
+        """Rows of the residual stream that a rank holds, and passes on to the next stage of a pipeline."""
+        return -(-self.rows // self.ranks(self.plan.row_slices(self.phase)))
+
+    @property
     def itemsize(self) -> int:
         """Bytes of one activation."""
         return {"float32": 4, "bfloat16": 2, "float16": 2}[self.plan.dtype]
@@ -113,7 +118,7 @@ class Step:
     def moe_rows(self) -> int:
         """Tokens that a rank dispatches, padding included."""
         sublayer = self.plan.sublayer("moe", self.phase)
-        rows = self.rows if sublayer.gather else -(-self.rows // self.ranks(self.plan.row_slices(self.phase)))
+        rows = self.rows if sublayer.gather else self.passed_rows
         return -(-rows // self.ranks(sublayer.deal))
 
     @property

@@ -1,8 +1,10 @@
 """The paged KV cache: named planes of pages, and the positions of what they hold (PagedAttention, arXiv:2309.06180).
 
     plane  [stages, heads, pages, page_size, size]     one for each name and slot of layers, heads over tp
-    positions     [pages, page_size]                   shared by all layers; -1: holds no key
+    positions     [pages, page_size]                   shared by all layers of a stage; -1: holds no key
     page table    [lanes, width]                       page ids of each request, local to its replica; -1: no page
+
+The stages of a pipeline have pages of the same numbers, and fill them at different times: each has its own positions.
 
 A request's tokens fill its pages in the order in which they arrive; masks come from the positions, so the order does
 not matter. Heads come first: the pages gathered for a request are then contiguous keys of one head, as the attention
@@ -35,10 +37,14 @@ class Plane:
 
 
 class Cache(NamedTuple):
-    """`planes[slot][name]` and the positions, as arrays, abstract arrays or PartitionSpecs."""
+    """`planes[slot][name]` and the positions, as arrays, abstract arrays or PartitionSpecs.
+
+    Between the ticks of a pipeline it also keeps `flow`, the residual rows that each stage passes on; None without one.
+    """
 
     planes: list[dict[str, Any]]
     positions: Any
+    flow: Any = None
 
 
 def cache_shapes(planes: list[list[Plane]], pages: int, plan: Plan) -> Cache:
@@ -54,7 +60,7 @@ def cache_shapes(planes: list[list[Plane]], pages: int, plan: Plan) -> Cache:
             }
             for slot in planes
         ],
-        positions=jax.ShapeDtypeStruct((total, plan.page_size), jnp.int32),
+        positions=jax.ShapeDtypeStruct((plan.mesh.pp * total, plan.page_size), jnp.int32),
     )
 
 
@@ -66,7 +72,7 @@ def cache_specs(planes: list[list[Plane]], plan: Plan) -> Cache:
             {plane.name: P(plan.stages or None, plane.split or None, pages, None, None) for plane in slot}
             for slot in planes
         ],
-        positions=P(pages, None),
+        positions=P(plan.active(("pp", *plan.pages)) or None, None),
     )
 
 

@@ -4,7 +4,15 @@ Over no axes every function is the identity, so that the program of one device h
 """
 
 from jaxpar.collectives.exchange import enter, leave, pick_rows
-from jaxpar.collectives.move import Pieces, all_gather, all_to_all, ragged_all_to_all, ragged_all_to_all_into, shift
+from jaxpar.collectives.move import (
+    Pieces,
+    all_gather,
+    all_to_all,
+    pass_on,
+    ragged_all_to_all,
+    ragged_all_to_all_into,
+    shift,
+)
 from jaxpar.collectives.reduce import all_max, all_min, all_sum, rank_index, scatter_sum
 from jaxpar.collectives.types import to_varying, varying_axes
 
@@ -17,6 +25,7 @@ __all__ = [
     "all_to_all",
     "enter",
     "leave",
+    "pass_on",
     "pick_rows",
     "ragged_all_to_all",
     "ragged_all_to_all_into",

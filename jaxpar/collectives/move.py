@@ -102,5 +102,13 @@ def shift(x: jax.Array, axes: tuple[str, ...], groups: Groups = None) -> jax.Arr
     return lax.ppermute(x, axes, [(ring[i - 1], ring[i]) for ring in rings for i in range(len(ring))])
 
 
+def pass_on(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
+    """What the previous rank has, zeros on the first: one hop along the chain of all ranks; the last sends nothing."""
+    if not axes:
+        return x
+    require_varying("pass_on", x, axes)
+    return lax.ppermute(x, axes, [(rank, rank + 1) for rank in range(lax.axis_size(axes) - 1)])
+
+
 def _alone(groups: Groups) -> bool:
     return groups is not None and all(len(group) == 1 for group in groups)

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from itertools import accumulate
 from typing import NamedTuple
 
-from jaxpar.engine.lanes import lanes_in_turn
+from jaxpar.engine.lanes import groups_in_turn, lanes_in_turn
 from jaxpar.engine.sizes import eighths, lanes_of, local_tokens, prefill_chunks, rounded_lanes
 from jaxpar.plan import Plan
 
@@ -30,7 +30,7 @@ class Part(NamedTuple):
 
 
 class PrefillStep(NamedTuple):
-    """Tokens `offset` to `offset + size` of every prompt, `lanes` lanes of a replica, `tokens` of a lane on a rank."""
+    """Tokens `offset` to `offset + size` of a group's prompts, `lanes` of a replica, `tokens` of a lane on a rank."""
 
     offset: int
     size: int
@@ -40,15 +40,21 @@ class PrefillStep(NamedTuple):
 
 
 def prefill_steps(lengths: Sequence[int], plan: Plan) -> Iterator[PrefillStep]:
-    """The steps that prefill prompts of these lengths, of which replicas get one after the other in turn."""
+    """The steps that prefill prompts of these lengths, of which replicas get one after the other in turn.
+
+    Each is of one group; of each chunk the groups that have tokens in it come in order, so that the next chunk of a
+    group has all others between.
+    """
+    rows, groups = lanes_in_turn(len(lengths), plan), groups_in_turn(len(lengths), plan)
     for offset, size in prefill_chunks(max(lengths), plan):
         counts = [min(max(length - offset, 0), size) for length in lengths]
         if plan.two_batch_overlap:
             yield _two_batches(offset, size, counts, plan)
             continue
-        placed = enumerate(zip(counts, lanes_in_turn(len(lengths), plan), strict=True))
-        parts = [Part(request, offset, count, row) for request, (count, row) in placed if count]
-        yield PrefillStep(offset, size, lanes_of(len(lengths), plan), local_tokens(size, plan), parts)
+        for group in sorted({groups[request] for request, count in enumerate(counts) if count}):
+            of_group = [request for request, count in enumerate(counts) if count and groups[request] == group]
+            parts = [Part(request, offset, counts[request], rows[request]) for request in of_group]
+            yield PrefillStep(offset, size, lanes_of(len(lengths), plan), local_tokens(size, plan), parts)
 
 
 def _two_batches(offset: int, size: int, counts: Sequence[int], plan: Plan) -> PrefillStep:

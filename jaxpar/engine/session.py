@@ -1,29 +1,28 @@
-"""A group of requests in their lanes, with their cache: prefill in chunks, then decode step by step."""
+"""Requests with their cache: prefill in chunks, then decode token by token, in groups that follow one another."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, MutableMapping, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from jaxpar.engine.lanes import assign
-from jaxpar.engine.prefill import Part, cuts_of, prefill_steps
+from jaxpar.engine.pipe import Item, Left, Pipe
+from jaxpar.engine.prefill import Part, PrefillStep, cuts_of, prefill_steps
 from jaxpar.engine.requests import SamplingParams
-from jaxpar.engine.room import room_of
 from jaxpar.engine.sizes import stored_by_rank, table_width
 from jaxpar.layout import deal, owner
 from jaxpar.plan import Phase
 from jaxpar.program import Programs, StepBatch, StepOutput, Weights
-from jaxpar.strategies import Step
 from jaxpar.vocabulary.sampling import SamplingArrays
 
 
 class Chunk(NamedTuple):
-    """One prefill step: where in the prompts it begins, which requests end in it, and its output.
+    """A prefill step: where in the prompts it begins, which requests end in it, and its output.
 
-    `rows[i]` and `columns[i]` say in which lanes the tokens of request i stand, in order, and where among those of a
-    lane; logits have them there.
+    `rows[i]` and `columns[i]` say in which lanes of the output the tokens of request i stand, in order, and where among
+    those of a lane; logits have them there. Requests that the step has nothing of have none.
     """
 
     offset: int
@@ -37,8 +36,15 @@ class Chunk(NamedTuple):
         return int(self.rows[request][-1])
 
 
+class Decoded(NamedTuple):
+    """A decode step of a group: the row of its output that each of the group's requests has."""
+
+    rows: dict[int, int]
+    output: StepOutput
+
+
 class Session:
-    """Requests that run together. Each has a lane of a step; lanes without one step along and do nothing."""
+    """Requests that run together. Each has a lane of a group; lanes without one step along and do nothing."""
 
     def __init__(
         self,
@@ -57,39 +63,76 @@ class Session:
             capacity: the most tokens that each request will have stored.
             params: the same for all requests.
         """
-        self._programs, self._weights, self._prompts = programs, weights, prompts
-        plan = programs.plan
+        self._plan, self._prompts, self._params = programs.plan, prompts, params
         lengths = [len(prompt) for prompt in prompts]
         on_rank = [
-            int(stored_by_rank(length, tokens, plan, cuts).max())
-            for length, tokens, cuts in zip(lengths, capacity, cuts_of(lengths, plan), strict=True)
+            int(stored_by_rank(length, tokens, self._plan, cuts).max())
+            for length, tokens, cuts in zip(lengths, capacity, cuts_of(lengths, self._plan), strict=True)
         ]
-        self._lanes = assign(on_rank, plan)
-        self._cache = programs.empty_cache(self._lanes.pages)
+        self._lanes = assign(on_rank, self._plan)
+        self.pipe = Pipe(programs, weights, self._lanes.pages)
         # Of each request, in all and on each rank of cp.
         self._length = np.zeros(len(prompts), np.int32)
-        self._stored = np.zeros((len(prompts), plan.mesh.cp), np.int32)
-        self._params = params
+        self._stored = np.zeros((len(prompts), self._plan.mesh.cp), np.int32)
+        self._turn = 0
 
     def prefill(self, logits: bool = False) -> Iterator[Chunk]:
-        """Run the prompts through the model, `plan.chunk` tokens a step.
+        """Run the prompts through the model, `plan.chunk` tokens of each a step.
 
         The output of a chunk has the next token of the requests that end in it, or with `logits` those of every token.
         """
-        plan, replicas = self._programs.plan, self._programs.plan.mesh.dp * self._programs.plan.mesh.ep
-        for offset, size, lanes, width, parts in prefill_steps([len(prompt) for prompt in self._prompts], plan):
-            batch = self._blank(replicas * lanes, plan.mesh.cp * width)
-            rows, columns = ([np.zeros(0, np.int64) for _ in self._prompts] for _ in range(2))
-            for part in parts:
-                at = self._place(part, width, batch)
-                rows[part.request] = np.append(rows[part.request], np.full(part.size, part.row))
-                columns[part.request] = np.append(columns[part.request], at)
-            ended = [i for i, prompt in enumerate(self._prompts) if offset < len(prompt) <= offset + size]
-            yield Chunk(offset, rows, columns, ended, self._step("prefill", batch, logits))
+        steps = list(prefill_steps([len(prompt) for prompt in self._prompts], self._plan))
+        # Slices of a lane's rows over tp cannot change their size on the way.
+        widest = max(step.tokens for step in steps) if self._plan.pipeline and self._plan.sequence_parallel else 0
+        for step in steps:
+            for left in self._tick("prefill", self._prefill_item(step, max(step.tokens, widest)), logits):
+                yield self._chunk(left)
+        for left in self._drained("prefill", logits):
+            yield self._chunk(left)
+
+    def decode(self, tokens: Mapping[int, int], logits: bool = False) -> Iterator[Decoded]:
+        """One step of every group: the latest token of each request that goes on -> its next one, or its logits."""
+        for group in sorted({self._lanes.group[request] for request in tokens}):
+            yield from self._decoded(self._tick("decode", self._decode_item(group, tokens), logits))
+        yield from self._decoded(self._drained("decode", logits))
+
+    def turn(self, latest: MutableMapping[int, int]) -> Iterator[Decoded]:
+        """The next group in turn enters with its requests' latest tokens, which are taken out of `latest`.
+
+        Where none can, because the tokens of all of them are still under way, nothing enters. What leaves in this turn
+        comes out: a group's tokens, pp turns after they entered.
+        """
+        waiting = {self._lanes.group[request] for request in latest}
+        groups = max(self._lanes.group) + 1
+        group = min(waiting, key=lambda group: (group - self._turn) % groups, default=None)
+        item = None
+        if group is not None:
+            item, self._turn = self._decode_item(group, latest), group + 1
+            for request in item.note:
+                del latest[request]
+        yield from self._decoded(self._tick("decode", item, logits=False))
+
+    def _tick(self, phase: Phase, item: Item | None, logits: bool) -> Iterator[Left]:
+        # Page tables are as wide as the longest request so far needs.
+        keys = table_width(int(self._stored.max()), self._plan) * self._plan.page_size
+        sampled = self._params.temperature > 0 and not logits
+        left = self.pipe.tick(phase, item, keys, logits, sampled)
+        if left is not None:
+            yield left
+
+    def _drained(self, phase: Phase, logits: bool) -> Iterator[Left]:
+        """What is under way, to its end."""
+        while not self.pipe.is_empty:
+            yield from self._tick(phase, None, logits)
+
+    def _prefill_item(self, step: PrefillStep, width: int) -> Item:
+        plan = self._plan
+        batch = self._blank(plan.mesh.dp * plan.mesh.ep * step.lanes, plan.mesh.cp * width)
+        return Item(batch, width, (step, [(part, self._place(part, width, batch)) for part in step.parts]))
 
     def _place(self, part: Part, width: int, batch: StepBatch) -> np.ndarray:
         """Put a part of a prompt into its lane, `width` tokens on each rank -> where in the lane its tokens stand."""
-        plan, (request, first, size, row) = self._programs.plan, part
+        plan, (request, first, size, row) = self._plan, part
         dealt = deal(plan.layout, first, size, plan.mesh.cp, plan.cp_interleave)
         # Each rank's tokens stand side by side, and padding after them.
         at = np.zeros(size, np.int64)
@@ -101,19 +144,31 @@ class Session:
         self._take(request, row, batch, [len(tokens) for tokens in dealt])
         return at
 
-    def decode(self, tokens: Mapping[int, int], logits: bool = False) -> StepOutput:
-        """One step: the latest token of each request that goes on -> its next one, or its logits."""
-        plan, batch = self._programs.plan, self._blank(self._lanes.total, 1)
-        for request, token in tokens.items():
-            row, position = self.lane(request), self._length[request]
-            batch.tokens[row], batch.positions[row] = token, position
+    def _chunk(self, left: Left) -> Chunk:
+        step, placed = left.item.note
+        rows, columns = ([np.zeros(0, np.int64) for _ in self._prompts] for _ in range(2))
+        for part, at in placed:
+            rows[part.request] = np.append(rows[part.request], np.full(part.size, left.first + part.row))
+            at = at // left.item.width * left.width + at % left.item.width
+            columns[part.request] = np.append(columns[part.request], at)
+        ends = step.offset + step.size
+        ended = sorted({part.request for part, _ in placed if len(self._prompts[part.request]) <= ends})
+        return Chunk(step.offset, rows, columns, ended, left.output)
+
+    def _decode_item(self, group: int, tokens: Mapping[int, int]) -> Item:
+        """The latest tokens of those requests of a group that go on."""
+        plan, batch = self._plan, self._blank(self._lanes.total, 1)
+        requests = [request for request in sorted(tokens) if self._lanes.group[request] == group]
+        for request in requests:
+            row, position = self._lanes.lane[request], self._length[request]
+            batch.tokens[row], batch.positions[row] = tokens[request], position
             mine = owner(position, plan.mesh.cp, plan.cp_interleave)
             self._take(request, row, batch, [int(rank == mine) for rank in range(plan.mesh.cp)])
-        return self._step("decode", batch, logits)
+        return Item(batch, 1, requests)
 
-    def lane(self, request: int) -> int:
-        """The row of a request in the outputs of decode."""
-        return self._lanes.lane[request]
+    def _decoded(self, left: Iterator[Left]) -> Iterator[Decoded]:
+        for one in left:
+            yield Decoded({request: one.first + self._lanes.lane[request] for request in one.item.note}, one.output)
 
     def _blank(self, lanes: int, width: int) -> StepBatch:
         """A batch in which no lane does anything."""
@@ -126,30 +181,10 @@ class Session:
     def _take(self, request: int, row: int, batch: StepBatch, on_rank: Sequence[int]) -> None:
         """Let a lane have a request, of which each rank of cp stores so many more tokens."""
         batch.start[row] = self._stored[request]
-        batch.table[row] = self._lanes.table[self.lane(request)]
+        batch.table[row] = self._lanes.table[request]
         self._stored[request] += on_rank
         self._length[request] += sum(on_rank)
         batch.options.position[row] = self._length[request]
-
-    def _step(self, phase: Phase, batch: StepBatch, logits: bool) -> StepOutput:
-        # Page tables are as wide as the longest request so far needs.
-        width = table_width(int(self._stored.max()), self._programs.plan)
-        table = batch.table[:, :width]
-        batch = batch._replace(table=np.pad(table, ((0, 0), (0, width - table.shape[1])), constant_values=-1))
-        sampled = self._params.temperature > 0 and not logits
-        program = self._programs.step(phase, logits, sampled, self._room(phase, batch, logits, sampled))
-        self._cache, output = program(self._weights, self._cache, batch)
-        self._programs.note(output)
-        return output
-
-    def _room(self, phase: Phase, batch: StepBatch, logits: bool, sampled: bool) -> int:
-        """The room that dispatch to experts gives the batch's tokens."""
-        programs, plan = self._programs, self._programs.plan
-        ranks = plan.mesh.cp if phase == "prefill" else 1
-        lanes, width = len(batch.positions) // (plan.mesh.dp * plan.mesh.ep), batch.positions.shape[1] // ranks
-        keys = batch.table.shape[1] * plan.page_size
-        real = (batch.positions >= 0).reshape(-1, ranks, width).sum(axis=2)
-        return room_of(real, Step(programs.config, plan, phase, lanes, width, keys, logits, sampled))
 
     def _options(self, lanes: int) -> SamplingArrays:
         def each(value: float, dtype: Any) -> np.ndarray:

@@ -30,9 +30,14 @@ def rounded_lanes(n: int) -> int:
     return bucket(n) if n <= 8 else -(-n // 8) * 8
 
 
+def groups_in(requests: int, plan: Plan) -> int:
+    """Groups into which the requests of a replica are dealt: as many as the plan asks for, if there are as many."""
+    return min(plan.groups, -(-requests // (plan.mesh.dp * plan.mesh.ep)))
+
+
 def lanes_of(requests: int, plan: Plan) -> int:
-    """Lanes of each replica for `requests` in all."""
-    return rounded_lanes(-(-requests // (plan.mesh.dp * plan.mesh.ep)))
+    """Lanes of each replica in a step, for `requests` in all."""
+    return rounded_lanes(-(-requests // (plan.mesh.dp * plan.mesh.ep * groups_in(requests, plan))))
 
 
 def groups_of(requests: int, plan: Plan) -> Iterator[range]:

@@ -1,0 +1,1 @@
+"""Layers split over pp: which stage has which, and when each works."""

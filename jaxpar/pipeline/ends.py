@@ -1,0 +1,53 @@
+"""What only the first or only the last stage of a pipeline does, in a program that all stages run.
+
+    stage 0          its rows are the embedded tokens of its batch, those of other stages what was passed on to them
+    the last stage   the vocabulary head: no rank sends anything for it, so that the others may leave it out
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jaxpar.collectives import rank_index, to_varying, varying_axes
+from jaxpar.plan import Plan
+
+
+def entering(flow: jax.Array, embedded: jax.Array, lanes: int, plan: Plan) -> jax.Array:
+    """The residual rows that a stage begins a tick with.
+
+    Args:
+        flow: [R', D] what the stage before has passed on.
+        embedded: [R, D] the embedded tokens of the stage's own batch.
+        lanes: in both, each with its rows side by side; where there are fewer rows now, those cut off were padding.
+        plan: of the step.
+
+    Returns:
+        [R, D] the embedded tokens on stage 0, elsewhere what was passed on.
+    """
+    first = rank_index(plan.pipeline) == 0
+    return jnp.where(first, to_varying(embedded, plan.pipeline), _resized(flow, lanes, embedded.shape[0]))
+
+
+def _resized(rows: jax.Array, lanes: int, count: int) -> jax.Array:
+    """Rows [R', D] as [`count`, D], lane by lane: padding at the end of each is cut off or added."""
+    if rows.shape[0] == count:
+        return rows
+    by_lane = rows.reshape(lanes, -1, rows.shape[1])[:, : count // lanes]
+    missing = count // lanes - by_lane.shape[1]
+    return jnp.pad(by_lane, ((0, 0), (0, missing), (0, 0))).reshape(count, -1)
+
+
+def on_last_stage(function: Callable[[jax.Array], jax.Array], x: jax.Array, plan: Plan) -> jax.Array:
+    """What `function`, which sends nothing, makes of `x` on the last stage; zeros of that shape on the others."""
+    if not plan.pipeline:
+        return function(x)
+    made = jax.eval_shape(function, x)
+
+    def nothing(x: jax.Array) -> jax.Array:
+        return to_varying(jnp.zeros(made.shape, made.dtype), sorted(varying_axes(made)))
+
+    return lax.cond(rank_index(plan.pipeline) == plan.mesh.pp - 1, function, nothing, x)
