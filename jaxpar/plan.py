@@ -34,6 +34,8 @@ _NUMBERS = {
     "max_num_seqs": 1,
     "microbatches": 0,
 }
+STAGES = ("even", "balanced")
+"""What `stages` may be besides the layers of each stage."""
 # Axes that a step program can split over so far; the others exist in specs, presets and `jaxpar mesh`.
 RUNNABLE_AXES = ("dp", "ep", "cp", "tp")
 
@@ -57,6 +59,9 @@ class Sublayer:
 class Plan:
     """One way to run a model on a mesh; the fields are the keyword arguments of `jaxpar.load`.
 
+    `stages` says which layers the stages of pp have: "even", "balanced" by the work of layers and head, or how many
+    each has, "17,17,17,10" (`jaxpar/pipeline`).
+
     `prefill_attention`, `decode_attention` and `all_reduce` name strategies of the registry (`jaxpar strategies`);
     "auto" chooses for each step. `experts_over` are the axes over which experts are split, `moe_dispatch` is how tokens
     reach them; an expert's width is split over tp unless tp is among the axes. `moe_deduplicate` sends a token once to
@@ -79,6 +84,7 @@ class Plan:
     """
 
     mesh: MeshSpec = field(default_factory=MeshSpec)
+    stages: str = "even"
     experts_over: tuple[str, ...] = ("ep",)
     moe_dispatch: str = "auto"
     moe_deduplicate: bool = False
@@ -147,6 +153,7 @@ class Plan:
         if not isinstance(self.dtype, str) or self.dtype not in DTYPES:
             raise PlanError(f"dtype={shown(self.dtype)} is unknown: use one of {', '.join(DTYPES)}")
         object.__setattr__(self, "experts_over", parse_experts_over(self.experts_over))
+        object.__setattr__(self, "stages", _parse_stages(self.stages, self.mesh.pp))
 
     def active(self, axes: Iterable[str]) -> tuple[str, ...]:
         """Those of `axes` that have more than one rank: axes of size 1 appear in no spec and no collective."""
@@ -178,7 +185,7 @@ class Plan:
         return self.active(("cp",))
 
     @property
-    def stages(self) -> tuple[str, ...]:
+    def pipeline(self) -> tuple[str, ...]:
         """The axes over which layers are split."""
         return self.active(("pp",))
 
@@ -266,3 +273,22 @@ class Plan:
                     f"{axis}={size}: running with {axis} > 1 is not there yet; "
                     f"use {', '.join(RUNNABLE_AXES[:-1])} and {RUNNABLE_AXES[-1]} (`jaxpar mesh` shows any mesh)"
                 )
+
+
+def _parse_stages(given: object, pp: int) -> str:
+    """Read "17, 17,17,10", or such a list, into canonical text; whether the model has so many layers is seen later."""
+    if given in STAGES:
+        return str(given)
+    pieces = given.split(",") if isinstance(given, str) else given if isinstance(given, list | tuple) else []
+    layers = [int(one) if isinstance(one, str) and one.strip().isdecimal() else whole_number(one) for one in pieces]
+    if not layers or None in layers:
+        raise PlanError(
+            f'stages={shown(given)}: give "even", "balanced", or the layers of each stage, such as "17,17,17,10"'
+        )
+    text = ",".join(map(str, layers))
+    if len(layers) != pp:
+        raise PlanError(f"stages={text} has {len(layers)} numbers for pp={pp}: give the layers of each of {pp} stages")
+    for stage, count in enumerate(layers):
+        if count is None or count < 1:
+            raise PlanError(f"stages={text}: stage {stage} has {count} layers; give each at least 1")
+    return text

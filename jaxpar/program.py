@@ -41,7 +41,7 @@ from jaxpar.nn.rope import angles
 from jaxpar.nn.weights import Weight
 from jaxpar.overlap import in_halves, joined
 from jaxpar.pipeline.ends import entering, on_last_stage
-from jaxpar.pipeline.stages import moe_layers_of
+from jaxpar.pipeline.stages import moe_layer_of
 from jaxpar.plan import PHASES, Phase, Plan
 from jaxpar.registry import chosen
 from jaxpar.strategies import Step, Strategy
@@ -280,7 +280,7 @@ class Programs:
         loads, plan = all_loads(records), self.plan
         if loads is None or not plan.pipeline:
             return loads
-        places = moe_layers_of(self.config, plan)
+        places = moe_layer_of(self.config, plan)
         of_slots = np.full((plan.mesh.pp, len(loads)), len(places), np.int32)
         for layer, (stage, slot) in enumerate(places):
             of_slots[stage, slot] = layer

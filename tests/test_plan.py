@@ -31,7 +31,7 @@ def test_tokens_are_split_over_cp_in_prefill_and_copied_over_it_in_decode() -> N
 
 def test_width_is_split_over_tp_layers_over_pp_and_pages_over_replicas_and_cp() -> None:
     assert FULL.width == ("tp",)
-    assert FULL.stages == ("pp",)
+    assert FULL.pipeline == ("pp",)
     assert FULL.pages == ("dp", "ep", "cp")
 
 
@@ -68,7 +68,7 @@ def test_heads_lie_over_cp_and_tp_after_decode_attention_and_under_helix_so_does
 @given(SPECS, st.booleans())
 def test_no_part_of_a_plan_names_an_axis_of_size_1(spec: MeshSpec, sequence_parallel: bool) -> None:
     plan = Plan(spec, sequence_parallel=sequence_parallel)
-    named = {*plan.requests, *plan.width, *plan.stages, *plan.pages, *plan.sequence}
+    named = {*plan.requests, *plan.width, *plan.pipeline, *plan.pages, *plan.sequence}
     for phase in PHASES:
         named |= {*plan.tokens(phase), *plan.residual[phase], *plan.slices(phase)}
         for name in SUBLAYERS:
@@ -128,7 +128,7 @@ def test_dp_ep_cp_and_tp_run_and_so_does_pp_of_size_1() -> None:
         ({"experts_over": ("pp",)}, "experts over 'pp': a pipeline stage keeps its own experts; use axes out of dp"),
         ({"experts_over": "ep,ep"}, "experts over 'ep,ep': axis ep is given twice"),
         ({"experts_over": None}, 'experts over None: give axes out of dp, ep, cp, tp, such as "dp,tp"'),
-        ({"pages": 4}, "a plan has no field 'pages': use experts_over, "),
+        ({"pages": 4}, "a plan has no field 'pages': use stages, experts_over, "),
     ],
 )
 def test_a_value_that_no_plan_can_have_is_refused_with_the_remedy(fields: dict[str, Any], said: str) -> None:

@@ -69,7 +69,7 @@ def cache_specs(planes: list[list[Plane]], plan: Plan) -> Cache:
     pages = plan.pages or None
     return Cache(
         planes=[
-            {plane.name: P(plan.stages or None, plane.split or None, pages, None, None) for plane in slot}
+            {plane.name: P(plan.pipeline or None, plane.split or None, pages, None, None) for plane in slot}
             for slot in planes
         ],
         positions=P(plan.active(("pp", *plan.pages)) or None, None),

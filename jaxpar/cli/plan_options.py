@@ -13,6 +13,7 @@ import typer
 from jaxpar.plan import Plan
 
 _HELP: dict[str, str] = {
+    "stages": "Layers of each stage of pp: even, balanced, or 17,17,17,10.",
     "experts_over": "Axes over which experts are split: ep, or dp,tp; default: the preset's, or ep.",
     "moe_dispatch": "auto, standard, all_to_all, ragged or two_level, to experts on other ranks.",
     "moe_deduplicate": "Send a token once to each rank that has experts of it.",

@@ -38,7 +38,7 @@ class Attention(nnx.Module):
             )
         self.window = config.windows[layers[0]]
         names = tuple(f"model.layers.{layer}.self_attn." for layer in layers)
-        tp, stages, dtype = plan.width, plan.stages, plan.dtype
+        tp, stages, dtype = plan.width, plan.pipeline, plan.dtype
         self.qkv = ColumnParallel(
             weight(tuple(_qkv(config, self.heads, name, "weight") for name in names), (tp, None), dtype, 0.02, stages),
             weight(tuple(_qkv(config, self.heads, name, "bias") for name in names), (tp,), dtype, "zeros", stages)
@@ -115,4 +115,4 @@ def _head_norm(config: ModelConfig, plan: Plan, names: tuple[str, ...], which: s
     if not config.qk_norm:
         return None
     sources = tuple(Source.whole(f"{name}{which}.weight", (config.head_dim,)) for name in names)
-    return weight(sources, (None,), plan.dtype, "ones", plan.stages)
+    return weight(sources, (None,), plan.dtype, "ones", plan.pipeline)

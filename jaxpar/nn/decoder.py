@@ -133,4 +133,4 @@ class Decoder(nnx.Module):
 
 def _norm(config: ModelConfig, plan: Plan, layers: tuple[int, ...], name: str) -> Weight:
     sources = tuple(Source.whole(f"model.layers.{layer}.{name}.weight", (config.hidden_size,)) for layer in layers)
-    return weight(sources, (None,), plan.dtype, "ones", plan.stages)
+    return weight(sources, (None,), plan.dtype, "ones", plan.pipeline)

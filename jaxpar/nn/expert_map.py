@@ -31,7 +31,7 @@ class ExpertMap(nnx.Module):
         """Declare the map of so many experts to the plan's slots."""
 
         def table(*shape: int) -> Table:
-            return Table(jax.ShapeDtypeStruct((stages, *shape), jnp.int32), spec=P(plan.stages or None))
+            return Table(jax.ShapeDtypeStruct((stages, *shape), jnp.int32), spec=P(plan.pipeline or None))
 
         self.slots_of = table(experts, most_copies(experts, plan.expert_slots))
         self.copies = table(experts)

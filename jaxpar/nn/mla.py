@@ -38,7 +38,7 @@ class MLA(nnx.Module):
         self.mla, self.heads = mla, split_heads(config.num_attention_heads, config.num_key_value_heads, plan.mesh.tp)
         self.interleaved, self.scale = config.rope.interleaved, mla.scale_factor * config.head_dim**-0.5
         names = tuple(f"model.layers.{layer}.self_attn." for layer in layers)
-        tp, stages, dtype = plan.width, plan.stages, plan.dtype
+        tp, stages, dtype = plan.width, plan.pipeline, plan.dtype
         hidden, rank = config.hidden_size, mla.q_lora_rank
 
         def norm(kind: str, size: int) -> Weight:

@@ -27,7 +27,7 @@ class MLP(nnx.Module):
             width: of the hidden layer.
             over: the axes that split it.
         """
-        tp, stages, dtype = plan.mesh.extent(over), plan.stages, plan.dtype
+        tp, stages, dtype = plan.mesh.extent(over), plan.pipeline, plan.dtype
         hidden, out_std = config.hidden_size, residual_std(config.num_hidden_layers)
 
         def gate_up(prefix: str, kind: str) -> Source:

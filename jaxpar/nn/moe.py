@@ -53,7 +53,7 @@ class MoE(nnx.Module):
         self.slots_per_rank = len(slots) // self.ranks
         self.map = ExpertMap(moe.num_experts, plan, len(layers)) if plan.expert_slots else None
         prefixes = tuple(f"model.layers.{layer}." for layer in layers)
-        stages, dtype, hidden = plan.stages, plan.dtype, config.hidden_size
+        stages, dtype, hidden = plan.pipeline, plan.dtype, config.hidden_size
         tensors = _ExpertTensors(moe, hidden, plan.mesh.extent(over))
 
         def declare(

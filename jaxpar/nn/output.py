@@ -20,7 +20,7 @@ class OutputProjection(RowParallel):
     def __init__(self, config: ModelConfig, plan: Plan, heads: HeadLayout, layers: tuple[int, ...]) -> None:
         """Declare `o_proj` of the slot that holds `layers`, one a pipeline stage."""
         names = tuple(f"model.layers.{layer}.self_attn.o_proj." for layer in layers)
-        size, stages, dtype = config.v_head_dim, plan.stages, plan.dtype
+        size, stages, dtype = config.v_head_dim, plan.pipeline, plan.dtype
         shape = (config.hidden_size, config.num_attention_heads * size)
         blocks = tuple(head_block(0, head, size) for head in heads.q_heads)
         columns = tuple(Source((f"{name}weight",), (shape,), blocks, dim=1) for name in names)
