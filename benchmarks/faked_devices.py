@@ -39,7 +39,7 @@ class Model:
     programs: Programs
     weights: Weights
     session: Session | None = None
-    tokens: Any = None
+    latest: Any = None
 
     @classmethod
     def on(cls, text: str) -> Model:
@@ -56,9 +56,9 @@ class Model:
         session = Session(self.programs, self.weights, prompts, capacity, SamplingParams())
         start = time.perf_counter()
         (chunk,) = session.prefill()
-        tokens = np.asarray(chunk.output.token)
+        latest = chunk.decoded.tokens
         seconds = time.perf_counter() - start
-        self.session, self.tokens = session, tokens
+        self.session, self.latest = session, latest
         return seconds
 
     def decode(self) -> float:
@@ -67,14 +67,13 @@ class Model:
         assert self.session is not None
         start = time.perf_counter()
         for _ in range(STEPS):
-            latest = {request: int(self.tokens[self.session.lane(request)]) for request in range(REQUESTS)}
-            self.tokens = np.asarray(self.session.decode(latest).token)
+            (decoded,) = self.session.decode(self.latest)
+            self.latest = decoded.tokens
         return (time.perf_counter() - start) / STEPS
 
     def chosen(self) -> list[int]:
         """The latest token of every request, in the order of the requests."""
-        assert self.session is not None
-        return [int(self.tokens[self.session.lane(request)]) for request in range(REQUESTS)]
+        return [self.latest[request] for request in range(REQUESTS)]
 
 
 def main() -> None:

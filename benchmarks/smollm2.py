@@ -138,12 +138,12 @@ def run_jaxpar(runner: Runner, work: Work, prompts: Sequence[Sequence[int]]) -> 
     session = Session(runner.programs, runner.weights, prompts, capacity, SamplingParams())
     start = time.perf_counter()
     for chunk in session.prefill():
-        tokens = np.asarray(chunk.output.token)
+        latest = chunk.decoded.tokens
     if work.steps:
         start = time.perf_counter()
     for _ in range(work.steps):
-        latest = {request: int(tokens[session.lane(request)]) for request in range(work.batch)}
-        tokens = np.asarray(session.decode(latest).token)
+        (decoded,) = session.decode(latest)
+        latest = decoded.tokens
     return time.perf_counter() - start
 
 

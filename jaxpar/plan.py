@@ -13,7 +13,7 @@ from typing import Literal
 
 from jaxpar.errors import PlanError
 from jaxpar.layout import LAYOUTS
-from jaxpar.mesh import AXES, MeshSpec, parse_experts_over
+from jaxpar.mesh import MeshSpec, parse_experts_over
 from jaxpar.values import real_number, shown, whole_number
 
 Phase = Literal["prefill", "decode"]
@@ -36,8 +36,6 @@ _NUMBERS = {
 }
 STAGES = ("even", "balanced")
 """What `stages` may be besides the layers of each stage."""
-# Axes that a step program can split over so far; the others exist in specs, presets and `jaxpar mesh`.
-RUNNABLE_AXES = ("dp", "ep", "cp", "tp")
 
 
 @dataclass(frozen=True)
@@ -263,16 +261,6 @@ class Plan:
         sublayer = self.sublayer("moe", phase)
         split = (*self.residual[phase], *sublayer.deal)
         return self.active(axis for axis in split if axis not in sublayer.gather)
-
-    def check_runnable(self) -> None:
-        """Refuse, by name, the axes that step programs do not split over yet."""
-        for axis in AXES:
-            size = self.mesh.sizes[axis]
-            if size > 1 and axis not in RUNNABLE_AXES:
-                raise PlanError(
-                    f"{axis}={size}: running with {axis} > 1 is not there yet; "
-                    f"use {', '.join(RUNNABLE_AXES[:-1])} and {RUNNABLE_AXES[-1]} (`jaxpar mesh` shows any mesh)"
-                )
 
 
 def _parse_stages(given: object, pp: int) -> str:

@@ -172,9 +172,7 @@ class Programs:
     def flow_shape(self, step: Step) -> jax.ShapeDtypeStruct:
         """Of the rows that all ranks together pass on in a tick."""
         ranks = step.ranks(self.plan.active(("pp", *self.plan.residual[step.phase])))
-        return jax.ShapeDtypeStruct(
-            (ranks * step.passed_rows, self.config.hidden_size), jnp.dtype(self.plan.dtype)
-        )
+        return jax.ShapeDtypeStruct((ranks * step.passed_rows, self.config.hidden_size), jnp.dtype(self.plan.dtype))
 
     @cached_property
     def _new_cache(self) -> Any:

@@ -56,7 +56,6 @@ def load(
     dtype = plan.pop("dtype", None)
     fields = preset.plan_fields | plan if preset is not None else plan
     planned = make_plan(spec, fields if dtype is None else fields | {"dtype": dtype})
-    planned.check_runnable()
     # Larger pages would hold nothing, and the cache is made of whole ones.
     largest = max(checkpoint.config.max_position_embeddings, Plan.page_size)
     if planned.page_size > largest:

@@ -8,14 +8,15 @@ such ties are counted.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
 
 import jax
 import numpy as np
 
 from jaxpar.engine.requests import SamplingParams
-from jaxpar.engine.session import Session
+from jaxpar.engine.session import Decoded, Session
 from jaxpar.engine.sizes import groups_of
 from jaxpar.runner import Runner
 
@@ -98,8 +99,7 @@ def verify(
         tokens += [next(iter(on_rank.values())) for on_rank in _greedy(single, group, params)]
 
         progress("logits of prefill and decode, step by step")
-        both = (_steps(runner, group, tokens[first:], params) for runner in (mesh, single))
-        for ours, theirs in zip(*both, strict=True):
+        for ours, theirs in _pairs(*(_steps(runner, group, tokens[first:], params) for runner in (mesh, single))):
             reference = np.asarray(theirs.logits)
             for i, at in ours.places.items():
                 expected = reference[*theirs.places[i], : mesh.config.vocab_size]
@@ -135,8 +135,12 @@ def verify(
 
 @dataclass
 class _Step:
-    """Logits [lanes, T, V] of one step; lane and place in it of each prompt's tokens; the prompts that generate."""
+    """Logits [lanes, T, V] of one step; lane and place in it of each prompt's tokens; the prompts that generate.
 
+    `number` counts chunks, and after them the tokens of each request: several groups of requests have steps of the same.
+    """
+
+    number: int
     logits: jax.Array
     places: dict[int, tuple[np.ndarray, np.ndarray]]
     generates: list[int]
@@ -146,16 +150,25 @@ def _steps(
     runner: Runner, prompts: Sequence[Sequence[int]], tokens: Sequence[Sequence[int]], params: SamplingParams
 ) -> Iterator[_Step]:
     """Run `tokens` after `prompts` through prefill and decode, logits of every position coming out."""
-    session, everyone = _session(runner, prompts, params), list(range(len(prompts)))
+    session, longest = _session(runner, prompts, params), max(map(len, prompts))
     for chunk in session.prefill(logits=True):
         places = enumerate(zip(chunk.rows, chunk.columns, strict=True))
         assert chunk.output.logits is not None
-        yield _Step(chunk.output.logits, {i: at for i, at in places if len(at[0])}, chunk.ended)
-    decoded = {i: (np.array([session.lane(i)]), np.zeros(1, np.int64)) for i in everyone}
+        yield _Step(chunk.offset, chunk.output.logits, {i: at for i, at in places if len(at[0])}, chunk.ended)
     for at in range(params.max_new_tokens - 1):
-        output = session.decode({i: row[at] for i, row in enumerate(tokens)}, logits=True)
-        assert output.logits is not None
-        yield _Step(output.logits, decoded, everyone)
+        for step in session.decode({i: row[at] for i, row in enumerate(tokens)}, logits=True):
+            assert step.output.logits is not None
+            first = np.zeros(1, np.int64)
+            decoded = {i: (np.array([row]), first) for i, row in step.rows.items()}
+            yield _Step(longest + at, step.output.logits, decoded, list(step.rows))
+
+
+def _pairs(ours: Iterator[_Step], theirs: Iterator[_Step]) -> Iterator[tuple[_Step, _Step]]:
+    """Each of our steps with that of a single group of all requests which has the same tokens."""
+    groups = groupby(ours, key=lambda step: step.number)
+    for (_, steps), other in zip(groups, theirs, strict=True):
+        for step in steps:
+            yield step, other
 
 
 def _greedy(
@@ -166,8 +179,9 @@ def _greedy(
     found: list[dict[jax.Device, list[int]]] = [{} for _ in prompts]
     latest: dict[int, int] = {}
 
-    def keep(output: jax.Array, rows: Mapping[int, int]) -> None:
-        for i, row in rows.items():
+    def keep(decoded: Decoded) -> None:
+        output = decoded.output.token
+        for i, row in decoded.rows.items():
             for shard in output.addressable_shards:
                 lanes = range(*shard.index[0].indices(output.shape[0]))
                 if row in lanes:
@@ -176,12 +190,10 @@ def _greedy(
                     latest[i] = token
 
     for chunk in session.prefill():
-        assert chunk.output.token is not None
-        keep(chunk.output.token, {i: chunk.row(i) for i in chunk.ended})
+        keep(chunk.decoded)
     for _ in range(params.max_new_tokens - 1):
-        output = session.decode(latest)
-        assert output.token is not None
-        keep(output.token, {i: session.lane(i) for i in range(len(prompts))})
+        for step in session.decode(dict(latest)):
+            keep(step)
     return found
 
 

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 from sample_models import open_session, rank_logits, rank_tokens
 
+from jaxpar.program import StepOutput
 from jaxpar.runner import Runner
 
 DECODED = 4
@@ -28,7 +29,8 @@ def assert_tokens(runner: Runner, prompts: Sequence[Sequence[int]], expected: Se
     mesh = runner.plan.mesh
     replicas, size = mesh.dp * mesh.ep, mesh.cp * mesh.tp
     for request, on_rank in enumerate(chosen):
-        first = request % replicas * size
+        # The last stage has the tokens.
+        first = ((mesh.pp - 1) * replicas + request % replicas) * size
         assert on_rank == {first + rank: list(expected[request]) for rank in range(size)}
 
 
@@ -42,10 +44,17 @@ def checked_loads(
     assert runner.config.moe is not None
     # As many tokens as `assert_tokens` makes, whose programs these are.
     session = open_session(runner, prompts, len(following[0]) - 1)
-    prefill = [chunk.output for chunk in session.prefill()]
-    decode = [session.decode({i: tokens[step] for i, tokens in enumerate(following)}) for step in range(DECODED)]
+    outputs: list[StepOutput] = []
+    runner.programs.watchers.append(outputs.append)
+    for _ in session.prefill():
+        pass
+    prefill, steps = len(outputs), ({i: tokens[step] for i, tokens in enumerate(following)} for step in range(DECODED))
+    for step in steps:
+        for _ in session.decode(step):
+            pass
+    runner.programs.watchers.remove(outputs.append)
     found = []
-    for outputs, tokens in ((prefill, sum(map(len, prompts))), (decode, DECODED * len(prompts))):
-        found.append(np.sum([np.asarray(output.loads).sum(axis=0) for output in outputs], axis=0))
+    for some, tokens in ((outputs[:prefill], sum(map(len, prompts))), (outputs[prefill:], DECODED * len(prompts))):
+        found.append(np.sum([np.asarray(output.loads).sum(axis=0) for output in some], axis=0))
         assert (found[-1].sum(axis=1) == tokens * runner.config.moe.router.top_k).all()
     return found[0], found[1]

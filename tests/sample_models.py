@@ -18,7 +18,7 @@ from tokenizers import decoders, pre_tokenizers
 
 import jaxpar
 from jaxpar.engine.requests import SamplingParams
-from jaxpar.engine.session import Session
+from jaxpar.engine.session import Decoded, Session
 from jaxpar.runner import Runner
 
 GREEDY = SamplingParams(ignore_eos=True)
@@ -125,7 +125,8 @@ def rank_tokens(
     ranks = {device: rank for rank, device in enumerate(runner.programs.mesh.devices.flat)}
     chosen: list[dict[int, list[int]]] = [{} for _ in prompts]
 
-    def keep(tokens: jax.Array, rows: Mapping[int, int]) -> None:
+    def keep(decoded: Decoded) -> None:
+        tokens, rows = decoded.output.token, decoded.rows
         for shard in tokens.addressable_shards:
             lanes = range(*shard.index[0].indices(tokens.shape[0]))
             for request, row in rows.items():
@@ -134,10 +135,11 @@ def rank_tokens(
                     chosen[request].setdefault(ranks[shard.device], []).append(token)
 
     for chunk in session.prefill():
-        keep(chunk.output.token, {request: chunk.row(request) for request in chunk.ended})
+        keep(chunk.decoded)
     for _ in range(count - 1):
         latest = {request: next(iter(on_rank.values()))[-1] for request, on_rank in enumerate(chosen)}
-        keep(session.decode(latest).token, {request: session.lane(request) for request in latest})
+        for step in session.decode(latest):
+            keep(step)
     return chosen
 
 

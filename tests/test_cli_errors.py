@@ -35,7 +35,6 @@ def refusal(*arguments: object) -> str:
         ("absent.toml", "absent.toml: cannot be read"),
         ("tp=999", "needs 999 devices: at most 512 can be faked"),
         ("dp=100000", "more than 65536 ranks"),
-        ("pp=2", "pp=2: running with pp > 1 is not there yet; use dp, ep, cp and tp"),
     ],
 )
 @pytest.mark.parametrize("command", ["generate", "verify", "demo"])

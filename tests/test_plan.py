@@ -89,15 +89,6 @@ def test_partial_sums_leave_a_sublayer_over_its_width_and_nothing_else(
             assert not {*sublayer.sum} & {*sublayer.scatter}
 
 
-def test_running_with_an_axis_that_is_not_there_yet_is_refused_by_name() -> None:
-    with pytest.raises(PlanError, match=r"^pp=2: running with pp > 1 is not there yet; use dp, ep, cp and tp"):
-        Plan(MeshSpec(pp=2, tp=2)).check_runnable()
-
-
-def test_dp_ep_cp_and_tp_run_and_so_does_pp_of_size_1() -> None:
-    Plan(MeshSpec(pp=1, dp=3, ep=2, cp=2, tp=5)).check_runnable()
-
-
 @pytest.mark.parametrize(
     ("fields", "said"),
     [

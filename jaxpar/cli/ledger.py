@@ -56,7 +56,6 @@ def ledger(
     spec, preset = resolve_mesh(mesh)
     fields = plan | {"dtype": dtype or config.dtype}
     planned = make_plan(spec, (preset.plan_fields if preset else {}) | fields)
-    planned.check_runnable()
     counts = loads_of(config, None if loads is None else read_loads(loads))
     for step in make_steps(config, planned, phase, batch, context):  # type: ignore[arg-type]  # it checks the phase
         chosen(step.batches[0])

@@ -94,7 +94,6 @@ def train(
         config = _with_experts(config, experts, 2 if experts_per_token is None else experts_per_token, expert_ffn)
     spec, preset = resolve_mesh(mesh)
     planned = Plan(mesh=spec, **((preset.plan_fields if preset else {}) | plan))
-    planned.check_runnable()
     devices = make_mesh(spec, ensure_devices(spec, platform))
     columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.completed}/{task.total} steps"))
     with Progress(

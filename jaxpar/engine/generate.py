@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 import numpy as np
 
 from jaxpar.checkpoint.tokenizer import Tokenizer
 from jaxpar.engine.requests import Completion, FinishReason, SamplingParams, Token
-from jaxpar.engine.session import Session
+from jaxpar.engine.session import Decoded, Session
 from jaxpar.engine.sizes import groups_of
 from jaxpar.engine.text import TextStream
 from jaxpar.errors import JaxparError
-from jaxpar.program import Programs, StepOutput, Weights
+from jaxpar.program import Programs, Weights
 
 
 def stream_tokens(
@@ -48,10 +48,10 @@ def _run_group(
     counts = [0] * len(prompts)
     latest: dict[int, int] = {}
 
-    def emit(output: StepOutput, rows: Mapping[int, int]) -> Iterator[Token]:
-        tokens, logprobs = np.asarray(output.token), np.asarray(output.logprob)
-        for i, row in rows.items():
-            token, logprob = int(tokens[row]), float(logprobs[row])
+    def emit(decoded: Decoded) -> Iterator[Token]:
+        logprobs = np.asarray(decoded.output.logprob)
+        for i, token in decoded.tokens.items():
+            logprob = float(logprobs[decoded.rows[i]])
             if math.isnan(logprob):
                 raise JaxparError(
                     f"request {i}: the logits of token {counts[i]} are not numbers in {programs.plan.dtype}: "
@@ -73,9 +73,10 @@ def _run_group(
             yield Token(i, token, text, logprob, reason)
 
     for chunk in session.prefill():
-        yield from emit(chunk.output, {i: chunk.row(i) for i in chunk.ended})
-    while latest:
-        yield from emit(session.decode(latest), {i: session.lane(i) for i in sorted(latest)})
+        yield from emit(chunk.decoded)
+    while latest or not session.pipe.is_empty:
+        for step in session.turn(latest):
+            yield from emit(step)
 
 
 def collect(tokens: Iterator[Token], requests: int) -> list[Completion]:

@@ -16,7 +16,7 @@ from functools import lru_cache
 
 import numpy as np
 
-from jaxpar.engine.lanes import lanes_in_turn
+from jaxpar.engine.lanes import groups_in_turn, lanes_in_turn
 from jaxpar.engine.prefill import PrefillStep
 from jaxpar.engine.sizes import lanes_of
 from jaxpar.layout import deal
@@ -29,16 +29,16 @@ def room_of(tokens: np.ndarray, step: Step) -> int:
     """The rows in which a step gathers its tokens, 0: each rank's rows with their padding.
 
     Args:
-        tokens: real ones of each lane on each rank of cp [dp * ep * lanes, cp]; [dp * ep * lanes, 1] in decode, where
-            ranks of cp have the same.
+        tokens: real ones of each lane on each rank of cp [pp * dp * ep * lanes, cp]; [.., 1] in decode, where ranks of
+            cp have the same.
         step: its sizes.
     """
     plan = step.plan
     if not step.moe_layers or plan.moe_dispatch not in ("standard", "auto"):
         return 0
-    mesh, axes = plan.mesh, ("dp", "ep", "batch", "lane", "cp")
-    by_lane = tokens.reshape(mesh.dp, mesh.ep, len(step.batches), -1, tokens.shape[-1])
-    # Ranks that share their experts gather together; of such groups, and of two batches, the fullest counts.
+    mesh, axes = plan.mesh, ("pp", "dp", "ep", "batch", "lane", "cp")
+    by_lane = tokens.reshape(mesh.pp, mesh.dp, mesh.ep, len(step.batches), -1, tokens.shape[-1])
+    # Ranks that share their experts gather together; of such groups, of stages and of two batches, the fullest counts.
     together = tuple(place for place, axis in enumerate(axes) if axis == "lane" or axis in plan.experts)
     return _room(step.batches[0], int(by_lane.sum(axis=together).max()))
 
@@ -52,10 +52,11 @@ def tokens_of_prefill(step: PrefillStep, plan: Plan) -> np.ndarray:
     return tokens
 
 
-def tokens_of_decode(requests: int, plan: Plan) -> np.ndarray:
-    """The tokens of each lane in a step that decodes so many requests: [dp * ep * lanes, 1]."""
+def tokens_of_decode(requests: int, group: int, plan: Plan) -> np.ndarray:
+    """The tokens of each lane in a step that decodes one group of so many requests: [dp * ep * lanes, 1]."""
     tokens = np.zeros((plan.mesh.dp * plan.mesh.ep * lanes_of(requests, plan), 1), np.int64)
-    tokens[lanes_in_turn(requests, plan)] = 1
+    for lane, of_group in zip(lanes_in_turn(requests, plan), groups_in_turn(requests, plan), strict=True):
+        tokens[lane] += of_group == group
     return tokens
 
 

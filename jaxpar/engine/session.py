@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, MutableMapping, Mapping, Sequence
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -18,8 +18,21 @@ from jaxpar.program import Programs, StepBatch, StepOutput, Weights
 from jaxpar.vocabulary.sampling import SamplingArrays
 
 
+class Decoded(NamedTuple):
+    """Next tokens: in which row of a step's output each request has its own."""
+
+    rows: dict[int, int]
+    output: StepOutput
+
+    @property
+    def tokens(self) -> dict[int, int]:
+        """The token of each request."""
+        tokens = np.asarray(self.output.token)
+        return {request: int(tokens[row]) for request, row in self.rows.items()}
+
+
 class Chunk(NamedTuple):
-    """A prefill step: where in the prompts it begins, which requests end in it, and its output.
+    """A prefill step of a group: where in the prompts it begins, which requests end in it, and its output.
 
     `rows[i]` and `columns[i]` say in which lanes of the output the tokens of request i stand, in order, and where among
     those of a lane; logits have them there. Requests that the step has nothing of have none.
@@ -31,16 +44,10 @@ class Chunk(NamedTuple):
     ended: list[int]
     output: StepOutput
 
-    def row(self, request: int) -> int:
-        """The row of the output that has the token after a request's."""
-        return int(self.rows[request][-1])
-
-
-class Decoded(NamedTuple):
-    """A decode step of a group: the row of its output that each of the group's requests has."""
-
-    rows: dict[int, int]
-    output: StepOutput
+    @property
+    def decoded(self) -> Decoded:
+        """The first tokens of the requests that end in it."""
+        return Decoded({request: int(self.rows[request][-1]) for request in self.ended}, self.output)
 
 
 class Session:

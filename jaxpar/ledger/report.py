@@ -17,7 +17,8 @@ from jaxpar.checkpoint.config import ModelConfig
 from jaxpar.devices import abstract_mesh
 from jaxpar.engine.prefill import prefill_steps
 from jaxpar.engine.room import room_of, tokens_of_decode, tokens_of_prefill
-from jaxpar.engine.sizes import eighths, lanes_of, pages_of
+from jaxpar.engine.sizes import eighths, groups_in, lanes_of, pages_of
+from jaxpar.engine.ticks import Tick, all_ticks, round_of_ticks
 from jaxpar.errors import PlanError
 from jaxpar.ledger.compiled import Change, compare_compiled
 from jaxpar.ledger.flops import trace_flops
@@ -77,6 +78,9 @@ class StepLedger:
 @dataclass(frozen=True)
 class Ledger:
     """What one phase costs on each rank: a decode step, or all steps of a prefill.
+
+    Over pp a step of the program is a tick of the pipeline, in which each stage works on a group of requests: a decode
+    step is as many ticks as all groups take one after another, a prefill all ticks until the pipeline is empty again.
 
     `steps` are those of different sizes, in order. Sizes are those that the engine runs: lanes, tokens, page tables and
     the pool of `pages` pages are rounded up. `cache_bytes` is the pool that a rank holds, `needed_cache_bytes` the part
@@ -173,7 +177,7 @@ def _step_json(part: StepLedger) -> dict[str, Any]:
 def make_steps(
     config: ModelConfig, plan: Plan, phase: Phase, batch: int, seq: int, sampled: bool = False
 ) -> list[Step]:
-    """The steps that `batch` requests of `seq` tokens take, in order.
+    """The steps of the program that `batch` requests of `seq` tokens take, in order: with stages its ticks.
 
     Raises:
         PlanError: an unknown phase, numbers below 1, or more tokens than the model's context.
@@ -188,16 +192,23 @@ def make_steps(
         raise PlanError(
             f"{seq} tokens of a request are more than the model's {context} positions: ask for {context} or less"
         )
-    sizes = [(lanes_of(batch, plan), 1, seq, tokens_of_decode(batch, plan))]
-    if phase == "prefill":
-        sizes = [
-            (step.lanes, step.tokens, min(step.offset + step.size, seq), tokens_of_prefill(step, plan))
+    held = Held(phase, batch, seq, plan)
+    if phase == "decode":
+        items = [
+            Tick(lanes_of(batch, plan), 1, held.keys(seq), tokens_of_decode(batch, group, plan))
+            for group in range(groups_in(batch, plan))
+        ]
+        ticks = round_of_ticks(items, plan)
+    else:
+        items = [
+            Tick(step.lanes, step.tokens, held.keys(min(step.offset + step.size, seq)), tokens_of_prefill(step, plan))
             for step in prefill_steps([seq] * batch, plan)
         ]
-    held, steps = Held(phase, batch, seq, plan), []
-    for lanes, tokens, stored, real in sizes:
-        step = Step(config, plan, phase, lanes, tokens, held.keys(stored), sampled=sampled)
-        steps.append(replace(step, room=room_of(real, step)))
+        ticks = all_ticks(items, plan)
+    steps = []
+    for tick in ticks:
+        step = Step(config, plan, phase, tick.lanes, tick.tokens, tick.keys, sampled=sampled)
+        steps.append(replace(step, room=room_of(tick.real, step)))
     return steps
 
 
@@ -236,7 +247,7 @@ def make_ledger(
     counted = [_count(programs, step, count, pages, layers) for step, count in Counter(steps).items()]
     weights = {name: weight.abstract for name, weight in programs.weights.items()}
     _, cache, _ = programs.abstract_arguments(counted[0].step, pages)
-    cache_bytes = local_bytes(cache.planes, programs.cache_specs().planes, sizes)
+    cache_bytes = local_bytes(cache.planes, programs.cache_specs(phase).planes, sizes)
     stored, once = values_a_token(config, plan), values_a_token(config, Plan())
     largest = max(counted, key=lambda part: part.step.tokens * part.step.keys)
     return Ledger(
@@ -251,7 +262,7 @@ def make_ledger(
         needed_cache_bytes=cache_bytes // (pages * plan.page_size) * max(map(sum, of_replicas)),
         copied_cache_bytes=cache_bytes * plan.mesh.size // stored * (stored - once),
         latents=_latents(programs, batch * seq * once) if config.mla else None,
-        work=prefill_work(steps, seq, batch) if phase == "prefill" else None,
+        work=prefill_work(config, plan, seq, batch) if phase == "prefill" else None,
         compiled=_compile(programs, mesh, largest, pages) if isinstance(mesh, Mesh) else None,
     )
 

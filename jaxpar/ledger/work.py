@@ -12,8 +12,11 @@ from dataclasses import dataclass
 import numpy as np
 
 from jaxpar.attention.tiles import seen_tiles, tile_sizes
+from jaxpar.checkpoint.config import ModelConfig
 from jaxpar.engine.prefill import prefill_steps
 from jaxpar.layout import deal
+from jaxpar.ledger.held import Held
+from jaxpar.plan import Plan
 from jaxpar.registry import chosen
 from jaxpar.strategies import Step
 
@@ -40,15 +43,16 @@ class Work:
         return sum(self.computed) / sum(self.seen)
 
 
-def prefill_work(steps: list[Step], seq: int, batch: int = 1) -> Work:
-    """The work of prefilling the first of `batch` requests of `seq` tokens; `steps` are those of its chunks."""
-    plan, windows = steps[0].plan, Counter(steps[0].config.windows)
+def prefill_work(config: ModelConfig, plan: Plan, seq: int, batch: int = 1) -> Work:
+    """The work of prefilling the first of `batch` requests of `seq` tokens."""
+    windows, requests = Counter(config.windows), Held("prefill", batch, seq, plan)
     ranks = plan.mesh.cp
     cached: list[list[np.ndarray]] = [[] for _ in range(ranks)]
     seen, computed = np.zeros(ranks, np.int64), np.zeros(ranks, np.int64)
     parts = [
-        (part.first, part.size, step.batches[0])
-        for taken, step in zip(prefill_steps([seq] * batch, plan), steps, strict=True)
+        (part.first, part.size, Step(config, plan, "prefill", taken.lanes, taken.tokens, keys).batches[0])
+        for taken in prefill_steps([seq] * batch, plan)
+        for keys in [requests.keys(min(taken.offset + taken.size, seq))]
         for part in taken.parts
         if part.request == 0
     ]

@@ -100,6 +100,14 @@ class Decoder(nnx.Module):
         )
 
     @property
+    def embedding_rows(self) -> jax.Array:
+        return self.embedding[...]
+
+    @property
+    def head_rows(self) -> jax.Array:
+        return self.head_weight[...]
+
+    @property
     def head_weight(self) -> Weight:
         """The vocabulary head's rows [V/tp, D]: the embedding's where they are tied."""
         return self.embedding if self.head is None else self.head
@@ -115,8 +123,8 @@ class Decoder(nnx.Module):
             steps: of each batch; a later one's store knows the pages that the one before has written.
 
         Returns:
-            Hidden states of each batch after the final norm, the cache, and the records of all layers with experts,
-            those of both batches added up.
+            Residual rows of each batch, the cache, and the records of all layers with experts, those of both batches
+            added up.
         """
         rows, updated, records = list(batches), [], []
         for index, (slot, slot_planes) in enumerate(zip(self.slots, planes, strict=True)):
@@ -128,7 +136,11 @@ class Decoder(nnx.Module):
             updated.append(slot_planes)
             of_layer = [record for _, record in fed if record is not None]
             records += [added(of_layer)] if of_layer else []
-        return [rms_norm(x, self.norm[...], self.eps) for x in rows], updated, records
+        return rows, updated, records
+
+    def normed(self, rows: jax.Array) -> jax.Array:
+        """Residual rows [R, D] after all layers -> what the head works on."""
+        return rms_norm(rows, self.norm[...], self.eps)
 
 
 def _norm(config: ModelConfig, plan: Plan, layers: tuple[int, ...], name: str) -> Weight:

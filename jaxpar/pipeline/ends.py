@@ -1,7 +1,7 @@
 """What only the first or only the last stage of a pipeline does, in a program that all stages run.
 
-    stage 0          its rows are the embedded tokens of its batch, those of other stages what was passed on to them
-    the last stage   the vocabulary head: no rank sends anything for it, so that the others may leave it out
+stage 0          its rows are the embedded tokens of its batch, those of other stages what was passed on to them
+the last stage   the vocabulary head: no rank sends anything for it, so that the others may leave it out
 """
 
 from __future__ import annotations

@@ -77,6 +77,8 @@ class TrainPrograms:
         if plan.mesh.cp > 1 or plan.sequence_parallel:
             given = f"cp={plan.mesh.cp}" if plan.mesh.cp > 1 else "sequence_parallel"
             raise PlanError(f"{given}: training keeps sequences whole on a rank; use dp, ep and tp alone")
+        if plan.pipeline:
+            raise PlanError(f"pp={plan.mesh.pp}: training runs all layers on a rank; use dp, ep and tp alone")
         if plan.two_batch_overlap:
             raise PlanError("two_batch_overlap: training runs a step as one batch; leave it out")
         if config.moe is None and plan.mesh.ep > 1:
@@ -177,7 +179,7 @@ class TrainPrograms:
             # The residual stream is one copy a rank from here on, so that every sum of its gradient has its scope.
             x = to_varying(x, plan.width)
         (x,), _, records = model([x], [{} for _ in self.programs.planes], [step])
-        logits = self._head.run(x, model.head_weight[...], config.vocab_size, plan.width)
+        logits = self._head.run(model.normed(x), model.head_weight[...], config.vocab_size, plan.width)
         losses: jax.Array = self._loss.run(logits, targets.reshape(-1), plan.width)
         return losses.reshape(targets.shape), records
 
