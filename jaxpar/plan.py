@@ -120,6 +120,11 @@ class Plan:
                 f"rebalance_every={self.rebalance_every} moves experts between slots, and expert_slots=0 leaves them "
                 "in order: give expert_slots, or leave this"
             )
+        if self.expert_slots and self.mesh.pp > 1:
+            raise PlanError(
+                f"expert_slots={self.expert_slots} on pp={self.mesh.pp}: copies of experts are placed where all layers "
+                "are on one stage; leave it out, or use pp=1"
+            )
         if self.ulysses_degree and self.prefill_attention != "usp":
             raise PlanError(
                 f"ulysses_degree={self.ulysses_degree} is for prefill_attention='usp': choose it, or leave this"
@@ -240,9 +245,9 @@ class Plan:
         )
 
     def routed(self, phase: Phase) -> tuple[str, ...]:
-        """The axes whose ranks may hold different tokens to dispatch to experts."""
+        """The axes whose ranks may hold different tokens to dispatch to experts; stages have different layers, too."""
         sublayer = self.sublayer("moe", phase)
-        split = (*self.residual[phase], *sublayer.deal)
+        split = (*self.pipeline, *self.residual[phase], *sublayer.deal)
         return self.active(axis for axis in split if axis not in sublayer.gather)
 
     def check_runnable(self) -> None:

@@ -237,7 +237,7 @@ class Programs:
             positions = store.positions_plane
             contexts.append(self._context(one, store, step, strategies))
         sublayer, embed = self.plan.sublayer("vocabulary", phase), strategies["embedding"].run
-        embedded = [embed(one.tokens.reshape(-1), model.embedding[...], sublayer) for one in batches]
+        embedded = [embed(one.tokens.reshape(-1), model.embedding_rows, sublayer) for one in batches]
         hidden, planes, records = model(embedded, cache.planes, contexts)
         outputs = [self._next(model, x, one, step, strategies) for x, one in zip(hidden, batches, strict=True)]
         loads, dropped = (
@@ -277,7 +277,7 @@ class Programs:
             x = all_tokens(x, step.rows, sublayer)
         else:
             x = last_tokens(x, batch.last, step.tokens, sublayer, plan.slices(step.phase))
-        scores = strategies["head"].run(x, model.head_weight[...], vocab_size, plan.width)
+        scores = strategies["head"].run(x, model.head_rows, vocab_size, plan.width)
         if step.logits:
             return StepOutput(None, None, scores.reshape(step.lanes, step.tokens, -1), None, None)
         token, logprob = strategies["sampling"].run(scores, vocab_size, plan.width, batch.options, step.sampled)
