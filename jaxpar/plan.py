@@ -126,6 +126,11 @@ class Plan:
                 f"two_batch_overlap with {self.groups} groups of requests (pp={self.mesh.pp}, "
                 f"microbatches={self.microbatches}): groups fill the pipeline; leave two_batch_overlap out"
             )
+        if self.expert_slots and self.mesh.pp > 1:
+            raise PlanError(
+                f"expert_slots={self.expert_slots} on pp={self.mesh.pp}: copies of experts are placed where all layers "
+                "are on one stage; leave it out, or use pp=1"
+            )
         if self.ulysses_degree and self.prefill_attention != "usp":
             raise PlanError(
                 f"ulysses_degree={self.ulysses_degree} is for prefill_attention='usp': choose it, or leave this"
@@ -257,9 +262,9 @@ class Plan:
         )
 
     def routed(self, phase: Phase) -> tuple[str, ...]:
-        """The axes whose ranks may hold different tokens to dispatch to experts."""
+        """The axes whose ranks may hold different tokens to dispatch to experts; stages have different layers, too."""
         sublayer = self.sublayer("moe", phase)
-        split = (*self.residual[phase], *sublayer.deal)
+        split = (*self.pipeline, *self.residual[phase], *sublayer.deal)
         return self.active(axis for axis in split if axis not in sublayer.gather)
 
 

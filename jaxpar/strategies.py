@@ -14,6 +14,7 @@ from jaxpar.checkpoint.config import ModelConfig
 from jaxpar.heads import HeadLayout, split_heads
 from jaxpar.ledger.traffic import SENT_BYTES, Traffic
 from jaxpar.moe.slots import slots_per_rank
+from jaxpar.pipeline.stages import Layers, by_kind, slots_of
 from jaxpar.plan import Phase, Plan, SublayerName
 from jaxpar.tables import human_bytes
 
@@ -88,20 +89,25 @@ class Step:
         values = [plane.heads // self.ranks(plane.split) * plane.size for plane in planes]
         return [self.lanes * self.keys * size * self.itemsize for size in values]
 
+    @cached_property
+    def _kinds(self) -> list[tuple[Layers | None, Layers | None]]:
+        """Of each slot its layers with a dense FFN, and those with experts."""
+        return [by_kind(self.config, layers) for layers in slots_of(self.config, self.plan)]
+
     @property
     def layers(self) -> int:
-        """Layers that a rank runs."""
-        return self.config.num_hidden_layers
+        """Layers that a rank runs: slots, of which some may hold none on its stage of a pipeline."""
+        return len(self._kinds)
 
     @property
     def moe_layers(self) -> int:
         """Layers that a rank runs with experts in place of the FFN."""
-        return 0 if self.config.moe is None else sum(self.config.moe.layers)
+        return sum(experts is not None for _, experts in self._kinds)
 
     @property
     def dense_layers(self) -> int:
-        """Layers that a rank runs with a dense FFN."""
-        return self.layers - self.moe_layers
+        """Layers that a rank runs with a dense FFN; a slot that has both on different stages counts in both."""
+        return sum(dense is not None for dense, _ in self._kinds)
 
     @property
     def choices(self) -> int:

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxpar.attention.latent import Bag, Latent, attend_absorbed, expand
-from jaxpar.attention.partial import Partial, with_sinks
+from jaxpar.attention.partial import Partial, Window, with_sinks
 from jaxpar.attention.tiles import attend
 
 
@@ -27,7 +27,7 @@ class Inputs(NamedTuple):
     bag: Bag
     q_positions: jax.Array
     k_positions: jax.Array
-    window: int | None
+    window: Window
     scale: float
     group: int
     sinks: jax.Array | None = None

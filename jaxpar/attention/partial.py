@@ -19,6 +19,13 @@ _BATCH = ((0, 1), (0, 1))
 """Every KV head and lane is a matrix product of its own."""
 
 
+NO_WINDOW = 1 << 30
+"""A window beyond every position, where a window must be a number: position + window is still an int32."""
+
+Window = int | jax.Array | None
+"""Tokens of a sliding window, None for full attention; an int32 scalar where ranks of other stages have another."""
+
+
 class Partial(NamedTuple):
     """`out` [..., d] and `lse` [...], both float32."""
 
@@ -62,7 +69,7 @@ def with_sinks(part: Partial, sinks: jax.Array | None) -> jax.Array:
     return weighted(part.out, jax.nn.sigmoid(part.lse - lax.expand_dims(sinks, range(part.lse.ndim - 1))))
 
 
-def visible(q_positions: jax.Array, k_positions: jax.Array, window: int | None) -> jax.Array:
+def visible(q_positions: jax.Array, k_positions: jax.Array, window: Window) -> jax.Array:
     """Which keys [B, S] a query [B, T] sees -> [B, T, S]: real ones, not later than it, within the window."""
     query, key = q_positions[:, :, None], k_positions[:, None, :]
     seen = (key >= 0) & (key <= query)
@@ -77,7 +84,7 @@ def products(q: jax.Array, k: jax.Array) -> jax.Array:
     return lax.dot_general(rows, k, (((3,), (3,)), _BATCH), preferred_element_type=jnp.float32)
 
 
-def masked(products: jax.Array, q_positions: jax.Array, k_positions: jax.Array, window: int | None) -> jax.Array:
+def masked(products: jax.Array, q_positions: jax.Array, k_positions: jax.Array, window: Window) -> jax.Array:
     """What `products` gives, -inf where the query does not see the key."""
     group = products.shape[2] // q_positions.shape[1]
     mask = jnp.repeat(visible(q_positions, k_positions, window), group, axis=1)[None]

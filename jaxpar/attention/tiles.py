@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxpar.attention.partial import Partial, masked, no_keys, products, weighted_values
+from jaxpar.attention.partial import Partial, Window, masked, no_keys, products, weighted_values
 from jaxpar.collectives.types import match_varying
 
 TILE_ROWS, KEY_TILE = 256, 128
@@ -44,7 +44,7 @@ def attend_flops(lanes: int, heads: int, group: int, queries: int, keys: int, ke
     return 2 * lanes * heads * tiles * tile.queries * tile.keys * (key_size + value_size)
 
 
-def seen_tiles(q_positions: Any, k_positions: Any, q_tile: int, k_tile: int, window: int | None) -> Any:
+def seen_tiles(q_positions: Any, k_positions: Any, q_tile: int, k_tile: int, window: Window) -> Any:
     """Which tiles [B, queries / q_tile, keys / k_tile] are computed; numpy or JAX arrays, padded to whole tiles.
 
     A tile is left out if its earliest key is later than its last query, or its last key out of the window of its first
@@ -62,9 +62,7 @@ def seen_tiles(q_positions: Any, k_positions: Any, q_tile: int, k_tile: int, win
     return seen
 
 
-def full_tiles(
-    q_positions: jax.Array, k_positions: jax.Array, q_tile: int, k_tile: int, window: int | None
-) -> jax.Array:
+def full_tiles(q_positions: jax.Array, k_positions: jax.Array, q_tile: int, k_tile: int, window: Window) -> jax.Array:
     """The tiles [B, queries / q_tile, keys / k_tile] in which every query sees every key: nothing is masked there."""
     q, k = _by_tile(q_positions, q_tile), _by_tile(k_positions, k_tile)
     first_key, last_key = k.min(axis=2)[:, None, :], k.max(axis=2)[:, None, :]
@@ -82,7 +80,7 @@ def attend(
     v: jax.Array,
     q_positions: jax.Array,
     k_positions: jax.Array,
-    window: int | None,
+    window: Window,
     scale: float,
     onto: Partial | None = None,
 ) -> Partial:
@@ -178,7 +176,7 @@ def _closed(sums: _Sums) -> Partial:
     return Partial(sums.out / safe[..., None], jnp.where(sums.total == 0, -jnp.inf, sums.top + jnp.log(safe)))
 
 
-def _added(sums: _Sums | None, x: _Cells, window: int | None, scale: float, full: bool = False) -> _Sums:
+def _added(sums: _Sums | None, x: _Cells, window: Window, scale: float, full: bool = False) -> _Sums:
     """`sums` (None: of no keys) with the keys of `x` in them; `full`: every query of `x` sees every key of it."""
     scores, v = products(x.q, x.k), x.v
     if not full:
@@ -198,7 +196,7 @@ def _added(sums: _Sums | None, x: _Cells, window: int | None, scale: float, full
     return _Sums(sums.out * kept[..., None] + out, top, sums.total * kept + total)
 
 
-def _in_tiles(sizes: Tiles, window: int | None, scale: float, count: int, work: _Work) -> Partial:
+def _in_tiles(sizes: Tiles, window: Window, scale: float, count: int, work: _Work) -> Partial:
     """`attend` for whole tiles, `count` cells at a time."""
     x, parts = work.cells, sizes.keys // sizes.part
     seen = work.seen.reshape(-1, count, *work.seen.shape[1:]).any(axis=1)

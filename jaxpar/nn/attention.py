@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
 from jaxpar.attention.cache import Planes
 from jaxpar.attention.inputs import Inputs
+from jaxpar.attention.partial import NO_WINDOW
 from jaxpar.checkpoint.config import ModelConfig
-from jaxpar.errors import PlanError
 from jaxpar.heads import HeadLayout, split_heads
 from jaxpar.nn.context import StepContext
 from jaxpar.nn.linear import ColumnParallel, rms_norm, share_of
 from jaxpar.nn.output import OutputProjection, head_block
 from jaxpar.nn.rope import rotate
+from jaxpar.nn.stage import Prefixes, by_stage, own_value, prefixes_of
 from jaxpar.nn.weights import Source, Weight, weight
+from jaxpar.pipeline.stages import Layers
 from jaxpar.plan import Plan
 
 
@@ -25,23 +29,17 @@ class Attention(nnx.Module):
     Query, key and value projections are one weight, rank by rank [its queries, its keys, its values].
     """
 
-    def __init__(self, config: ModelConfig, plan: Plan, layers: tuple[int, ...]) -> None:
+    def __init__(self, config: ModelConfig, plan: Plan, layers: Layers) -> None:
         """Declare the weights of the slot that holds `layers`, one a pipeline stage."""
         self.heads = split_heads(config.num_attention_heads, config.num_key_value_heads, plan.mesh.tp)
         self.head_dim = config.head_dim
         self.eps = config.rms_norm_eps
-        windows = {config.windows[layer] for layer in layers if layer < config.num_hidden_layers}
-        if len(windows) > 1:
-            raise PlanError(
-                f"pp={plan.mesh.pp} puts layers {', '.join(map(str, layers))} into one slot, and their windows differ "
-                f"({', '.join(map(str, sorted(windows, key=str)))}): choose a pp that aligns them"
-            )
-        self.window = config.windows[layers[0]]
-        names = tuple(f"model.layers.{layer}.self_attn." for layer in layers)
+        self.windows = _windows(config, layers)
+        names = prefixes_of(layers, "self_attn.")
         tp, stages, dtype = plan.width, plan.pipeline, plan.dtype
         self.qkv = ColumnParallel(
-            weight(tuple(_qkv(config, self.heads, name, "weight") for name in names), (tp, None), dtype, 0.02, stages),
-            weight(tuple(_qkv(config, self.heads, name, "bias") for name in names), (tp,), dtype, "zeros", stages)
+            weight(by_stage(names, partial(_qkv, config, self.heads, "weight")), (tp, None), dtype, 0.02, stages),
+            weight(by_stage(names, partial(_qkv, config, self.heads, "bias")), (tp,), dtype, "zeros", stages)
             if config.qkv_bias
             else None,
         )
@@ -49,7 +47,7 @@ class Attention(nnx.Module):
         self.q_norm = _head_norm(config, plan, names, "q_norm")
         self.k_norm = _head_norm(config, plan, names, "k_norm")
         self.sinks = (
-            weight(tuple(_sinks(config, self.heads, name) for name in names), (tp,), dtype, "zeros", stages)
+            weight(by_stage(names, partial(_sinks, config, self.heads)), (tp,), dtype, "zeros", stages)
             if config.sinks
             else None
         )
@@ -65,7 +63,7 @@ class Attention(nnx.Module):
             (bag["k"], bag["v"]),
             step.positions,
             step.store.key_positions,
-            self.window,
+            None if self.windows is None else own_value(self.windows, step.plan.pipeline),
             self.head_dim**-0.5,
             self.heads.group,
             sinks=None if self.sinks is None else self.sinks[0].astype(jnp.float32),
@@ -90,7 +88,17 @@ class Attention(nnx.Module):
         return q.astype(x.dtype), k.astype(x.dtype), v.astype(x.dtype)
 
 
-def _qkv(config: ModelConfig, heads: HeadLayout, prefix: str, kind: str) -> Source:
+def _windows(config: ModelConfig, layers: Layers) -> tuple[int, ...] | None:
+    """The window of each stage, None where no layer has one; a stage without a layer does as another."""
+    windows = [None if layer is None else config.windows[layer] for layer in layers]
+    some = next((window for window in windows if window is not None), None)
+    if some is None:
+        return None
+    sizes = (some if layer is None else window or NO_WINDOW for layer, window in zip(layers, windows, strict=True))
+    return tuple(sizes)
+
+
+def _qkv(config: ModelConfig, heads: HeadLayout, kind: str, prefix: str) -> Source:
     size = config.head_dim
     counts = (config.num_attention_heads, config.num_key_value_heads, config.num_key_value_heads)
     columns = () if kind == "bias" else (config.hidden_size,)
@@ -111,8 +119,8 @@ def _sinks(config: ModelConfig, heads: HeadLayout, prefix: str) -> Source:
     return Source((f"{prefix}sinks",), ((config.num_attention_heads,),), blocks)
 
 
-def _head_norm(config: ModelConfig, plan: Plan, names: tuple[str, ...], which: str) -> Weight | None:
+def _head_norm(config: ModelConfig, plan: Plan, names: Prefixes, which: str) -> Weight | None:
     if not config.qk_norm:
         return None
-    sources = tuple(Source.whole(f"{name}{which}.weight", (config.head_dim,)) for name in names)
+    sources = by_stage(names, lambda name: Source.whole(f"{name}{which}.weight", (config.head_dim,)))
     return weight(sources, (None,), plan.dtype, "ones", plan.pipeline)

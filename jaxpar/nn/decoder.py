@@ -11,6 +11,7 @@ the keys that it has stored in the same layer, so that a backend may send for on
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import jax
 from flax import nnx
@@ -18,7 +19,6 @@ from flax import nnx
 from jaxpar.attention.cache import Planes
 from jaxpar.checkpoint.config import ModelConfig
 from jaxpar.collectives import enter, leave
-from jaxpar.errors import PlanError
 from jaxpar.moe.record import LayerRecord, added
 from jaxpar.nn.attention import Attention
 from jaxpar.nn.context import StepContext
@@ -26,21 +26,31 @@ from jaxpar.nn.linear import rms_norm
 from jaxpar.nn.mla import MLA
 from jaxpar.nn.mlp import MLP
 from jaxpar.nn.moe import MoE
+from jaxpar.nn.stage import by_stage, prefixes_of
 from jaxpar.nn.weights import Source, Weight, weight
+from jaxpar.pipeline.stages import Layers, by_kind, slots_of
 from jaxpar.plan import Plan, SublayerName
 
 
 class Slot(nnx.Module):
-    """One layer of every pipeline stage: its weights have a leading stage dimension, 1 in the local view."""
+    """One layer of every pipeline stage: its weights have a leading stage dimension, 1 in the local view.
 
-    def __init__(self, config: ModelConfig, plan: Plan, layers: tuple[int, ...]) -> None:
+    Where a stage has no layer its weights are zeros, and rows pass unchanged. A slot that has a dense FFN on some
+    stages and experts on others runs both on all, of which one adds zeros.
+    """
+
+    def __init__(self, config: ModelConfig, plan: Plan, layers: Layers) -> None:
         """Declare the weights of `layers`, one a pipeline stage."""
         self.eps = config.rms_norm_eps
         self.attention_norm = _norm(config, plan, layers, "input_layernorm")
         mla = config.mla
         self.attention = Attention(config, plan, layers) if mla is None else MLA(config, mla, plan, layers)
         self.ffn_norm = _norm(config, plan, layers, "post_attention_layernorm")
-        self.ffn = _ffn(config, plan, layers)
+        dense, sparse = by_kind(config, layers)
+        mlp = None if dense is None else _mlp(config, plan, dense)
+        moe = None if config.moe is None or sparse is None else MoE(config, config.moe, plan, sparse)
+        self.ffn = mlp if moe is None else moe
+        self.dense = None if moe is None else mlp
 
     def attend(self, x: jax.Array, planes: Planes, step: StepContext) -> tuple[jax.Array, Planes]:
         """Residual rows [R, D] and the layer's cache -> both after the layer's attention."""
@@ -52,65 +62,69 @@ class Slot(nnx.Module):
 
     def feed(self, x: jax.Array, step: StepContext) -> tuple[jax.Array, LayerRecord | None]:
         """Residual rows [R, D] after attention -> after the layer's FFN, and the record of its experts."""
+        assert self.ffn is not None
+        added, record = self._through(self.ffn, x, step)
+        out = x + added
+        return out if self.dense is None else out + self._through(self.dense, x, step)[0], record
+
+    def _through(self, ffn: MLP | MoE, x: jax.Array, step: StepContext) -> tuple[jax.Array, LayerRecord | None]:
+        """What an FFN adds to residual rows [R, D], and the record of its experts."""
         plan, phase = step.plan, step.phase
-        name: SublayerName = "moe" if isinstance(self.ffn, MoE) else "ffn"
+        name: SublayerName = "moe" if isinstance(ffn, MoE) else "ffn"
         sublayer = plan.sublayer(name, phase)
         with jax.named_scope(f"{name}:{step.reduction.name}"):
             h = enter(rms_norm(x, self.ffn_norm[0], self.eps), sublayer, step.positions.size, step.reduction)
             split = tuple(axis for axis in plan.width_of(name, phase) if axis not in plan.width)
-            if isinstance(self.ffn, MoE):
-                part, record = self.ffn(h, split, step)
-                return x + leave(part, sublayer, step.reduction)[: x.shape[0]], record
-            return x + self.ffn.down.add_bias(leave(self.ffn(h, split), sublayer, step.reduction)), None
+            if isinstance(ffn, MoE):
+                part, record = ffn(h, split, step)
+                return leave(part, sublayer, step.reduction)[: x.shape[0]], record
+            return ffn.down.add_bias(leave(ffn(h, split), sublayer, step.reduction)), None
 
 
-def _ffn(config: ModelConfig, plan: Plan, layers: tuple[int, ...]) -> MLP | MoE:
-    """The FFN of the slot that holds `layers`, one a pipeline stage: all dense or all with experts."""
-    held = [layer for layer in layers if layer < config.num_hidden_layers]
-    if config.moe is None or not any(config.moe.layers[layer] for layer in held):
-        prefixes = tuple(f"model.layers.{layer}.mlp." for layer in layers)
-        return MLP(config, plan, prefixes, config.intermediate_size, plan.width_of("ffn", "prefill"))
-    if not all(config.moe.layers[layer] for layer in held):
-        raise PlanError(
-            f"pp={plan.mesh.pp} puts layers {', '.join(map(str, held))} into one slot, and some of them have "
-            f"experts and others not: choose a pp that aligns them"
-        )
-    return MoE(config, config.moe, plan, layers)
+def _mlp(config: ModelConfig, plan: Plan, layers: Layers) -> MLP:
+    over = plan.width_of("ffn", "prefill")
+    return MLP(config, plan, prefixes_of(layers, "mlp."), config.intermediate_size, over)
 
 
 class Decoder(nnx.Module):
-    """The whole model; abstract until weights are put into it."""
+    """The whole model; abstract until weights are put into it.
+
+    A pipeline has one weight `vocabulary` [stages, V, D] in place of `embedding` and `head`: the first stage's part of
+    it is the embedding, the last one's the head (the embedding once more where they are tied), and zeros between.
+    """
 
     def __init__(self, config: ModelConfig, plan: Plan) -> None:
         """Declare every weight of `config` as `plan` shards it."""
         self.eps = config.rms_norm_eps
         table = (config.vocab_size, config.hidden_size)
-        split = (plan.width, None)
-        tensor = "model.embed_tokens.weight"
-        self.embedding = weight(Source.padded(tensor, table, plan.mesh.tp), split, plan.dtype, 0.02)
-        stages, slots = plan.mesh.pp, -(-config.num_hidden_layers // plan.mesh.pp)
-        self.slots = nnx.List(
-            Slot(config, plan, tuple(stage * slots + slot for stage in range(stages))) for slot in range(slots)
+        names = (
+            "model.embed_tokens.weight",
+            "model.embed_tokens.weight" if config.tie_word_embeddings else "lm_head.weight",
         )
+        first, last = (Source.padded(name, table, plan.mesh.tp) for name in names)
+        declare = partial(weight, split=(plan.width, None), dtype=plan.dtype, init=0.02)
+        is_pipeline = plan.mesh.pp > 1
+        between = (first.empty,) * (plan.mesh.pp - 2)
+        self.vocabulary = declare((first, *between, last), stages=plan.pipeline) if is_pipeline else None
+        self.embedding = None if is_pipeline else declare(first)
+        self.slots = nnx.List(Slot(config, plan, layers) for layers in slots_of(config, plan))
         self.norm = weight(Source.whole("model.norm.weight", (config.hidden_size,)), (None,), plan.dtype, "ones")
-        self.head = (
-            None
-            if config.tie_word_embeddings
-            else weight(Source.padded("lm_head.weight", table, plan.mesh.tp), split, plan.dtype, 0.02)
-        )
+        self.head = None if is_pipeline or config.tie_word_embeddings else declare(last)
 
     @property
     def embedding_rows(self) -> jax.Array:
-        return self.embedding[...]
+        """The rank's rows [V/tp, D] of the embedding; of stages only the first has them."""
+        return self._rows(self.embedding)
 
     @property
     def head_rows(self) -> jax.Array:
-        return self.head_weight[...]
+        """The rank's rows [V/tp, D] of the head, the embedding's where they are tied; only the last stage has them."""
+        return self._rows(self.embedding if self.head is None else self.head)
 
-    @property
-    def head_weight(self) -> Weight:
-        """The vocabulary head's rows [V/tp, D]: the embedding's where they are tied."""
-        return self.embedding if self.head is None else self.head
+    def _rows(self, alone: Weight | None) -> jax.Array:
+        """A weight that there is without stages, or what the rank's stage has of the vocabulary."""
+        rows: jax.Array = alone[...] if alone is not None else self.vocabulary[0]  # type: ignore[index]
+        return rows
 
     def __call__(
         self, batches: Sequence[jax.Array], planes: list[Planes], steps: Sequence[StepContext]
@@ -143,6 +157,8 @@ class Decoder(nnx.Module):
         return rms_norm(rows, self.norm[...], self.eps)
 
 
-def _norm(config: ModelConfig, plan: Plan, layers: tuple[int, ...], name: str) -> Weight:
-    sources = tuple(Source.whole(f"model.layers.{layer}.{name}.weight", (config.hidden_size,)) for layer in layers)
+def _norm(config: ModelConfig, plan: Plan, layers: Layers, name: str) -> Weight:
+    sources = by_stage(
+        prefixes_of(layers, f"{name}.weight"), lambda tensor: Source.whole(tensor, (config.hidden_size,))
+    )
     return weight(sources, (None,), plan.dtype, "ones", plan.pipeline)

@@ -10,6 +10,8 @@ split by heads. Everything after them lies over tp by heads. `attention/latent.p
 
 from __future__ import annotations
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -23,7 +25,9 @@ from jaxpar.nn.context import StepContext
 from jaxpar.nn.linear import ColumnParallel, matmul, rms_norm, share_of
 from jaxpar.nn.output import OutputProjection, head_block
 from jaxpar.nn.rope import rotate
+from jaxpar.nn.stage import by_stage, prefixes_of
 from jaxpar.nn.weights import Block, Source, Weight, weight
+from jaxpar.pipeline.stages import Layers
 from jaxpar.plan import Plan
 
 
@@ -33,23 +37,25 @@ class MLA(nnx.Module):
     Prefill makes keys and values of the latents for the rank's heads, decode absorbs the matrices that would make them.
     """
 
-    def __init__(self, config: ModelConfig, mla: MLAConfig, plan: Plan, layers: tuple[int, ...]) -> None:
+    def __init__(self, config: ModelConfig, mla: MLAConfig, plan: Plan, layers: Layers) -> None:
         """Declare the weights of the slot that holds `layers`, one a pipeline stage."""
         self.mla, self.heads = mla, split_heads(config.num_attention_heads, config.num_key_value_heads, plan.mesh.tp)
         self.interleaved, self.scale = config.rope.interleaved, mla.scale_factor * config.head_dim**-0.5
-        names = tuple(f"model.layers.{layer}.self_attn." for layer in layers)
+        names = prefixes_of(layers, "self_attn.")
         tp, stages, dtype = plan.width, plan.pipeline, plan.dtype
         hidden, rank = config.hidden_size, mla.q_lora_rank
 
         def norm(kind: str, size: int) -> Weight:
-            sources = tuple(Source.whole(f"{name}{kind}_layernorm.weight", (size,)) for name in names)
+            sources = by_stage(names, lambda name: Source.whole(f"{name}{kind}_layernorm.weight", (size,)))
             return weight(sources, (None,), dtype, "ones", stages)
 
         def over_heads(kind: str, size: int, columns: int) -> Weight:
-            sources = tuple(_rows_of_heads(config, self.heads, f"{name}{kind}.weight", size, columns) for name in names)
+            sources = by_stage(
+                names, lambda name: _rows_of_heads(config, self.heads, f"{name}{kind}.weight", size, columns)
+            )
             return weight(sources, (tp, None), dtype, 0.02, stages)
 
-        self.latents = weight(tuple(_latents(mla, hidden, name) for name in names), (None, None), dtype, 0.02, stages)
+        self.latents = weight(by_stage(names, partial(_latents, mla, hidden)), (None, None), dtype, 0.02, stages)
         self.q_norm = None if rank is None else norm("q_a", rank)
         self.kv_norm = norm("kv_a", mla.kv_lora_rank)
         self.q = ColumnParallel(

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
 from jaxpar.checkpoint.config import ModelConfig
 from jaxpar.nn.linear import ColumnParallel, RowParallel, share_of
+from jaxpar.nn.stage import Prefixes, by_stage
 from jaxpar.nn.weights import Block, Entry, Source, residual_std, weight
 from jaxpar.plan import Plan
 
@@ -15,9 +18,7 @@ from jaxpar.plan import Plan
 class MLP(nnx.Module):
     """down(silu(gate(x)) * up(x)); gate and up are one weight, rank by rank [its gate rows, its up rows]."""
 
-    def __init__(
-        self, config: ModelConfig, plan: Plan, prefixes: tuple[str, ...], width: int, over: tuple[str, ...]
-    ) -> None:
+    def __init__(self, config: ModelConfig, plan: Plan, prefixes: Prefixes, width: int, over: tuple[str, ...]) -> None:
         """Declare the weights of a slot.
 
         Args:
@@ -30,18 +31,18 @@ class MLP(nnx.Module):
         tp, stages, dtype = plan.mesh.extent(over), plan.pipeline, plan.dtype
         hidden, out_std = config.hidden_size, residual_std(config.num_hidden_layers)
 
-        def gate_up(prefix: str, kind: str) -> Source:
+        def gate_up(kind: str, prefix: str) -> Source:
             shape = (width,) if kind == "bias" else (width, hidden)
             return gate_up_source(f"{prefix}gate_proj.{kind}", f"{prefix}up_proj.{kind}", shape, tp)
 
         self.gate_up = ColumnParallel(
-            weight(tuple(gate_up(name, "weight") for name in prefixes), (over, None), dtype, 0.02, stages),
-            weight(tuple(gate_up(name, "bias") for name in prefixes), (over,), dtype, "zeros", stages)
+            weight(by_stage(prefixes, partial(gate_up, "weight")), (over, None), dtype, 0.02, stages),
+            weight(by_stage(prefixes, partial(gate_up, "bias")), (over,), dtype, "zeros", stages)
             if config.mlp_bias
             else None,
         )
-        downs = tuple(Source.padded(f"{name}down_proj.weight", (hidden, width), tp, dim=1) for name in prefixes)
-        biases = tuple(Source.whole(f"{name}down_proj.bias", (hidden,)) for name in prefixes)
+        downs = by_stage(prefixes, lambda name: Source.padded(f"{name}down_proj.weight", (hidden, width), tp, dim=1))
+        biases = by_stage(prefixes, lambda name: Source.whole(f"{name}down_proj.bias", (hidden,)))
         self.down = RowParallel(
             weight(downs, (None, over), dtype, out_std, stages),
             weight(biases, (None,), dtype, "zeros", stages) if config.mlp_bias else None,

@@ -29,7 +29,9 @@ from jaxpar.nn.context import StepContext
 from jaxpar.nn.expert_map import ExpertMap
 from jaxpar.nn.linear import share_of
 from jaxpar.nn.mlp import MLP, gate_up_source, gated
+from jaxpar.nn.stage import by_stage, own_value, prefixes_of, with_part
 from jaxpar.nn.weights import Entry, Source, Weight, expert_weight, residual_std, weight
+from jaxpar.pipeline.stages import Layers
 from jaxpar.plan import Plan
 
 EXPERT_ARRAYS = ("gate_up", "down", "gate_up_bias", "down_bias")
@@ -44,7 +46,7 @@ class MoE(nnx.Module):
     each lies in the slot of its own number.
     """
 
-    def __init__(self, config: ModelConfig, moe: MoEConfig, plan: Plan, layers: tuple[int, ...]) -> None:
+    def __init__(self, config: ModelConfig, moe: MoEConfig, plan: Plan, layers: Layers) -> None:
         """Declare the weights of the slot that holds `layers`, one a pipeline stage."""
         self.router, self.clamp, names = moe.router, moe.clamped_swiglu, moe.tensors
         over = plan.width_of("moe", "prefill")  # as stored; what decode splits further it slices
@@ -52,21 +54,23 @@ class MoE(nnx.Module):
         slots = first_slots(moe, plan).tolist()
         self.slots_per_rank = len(slots) // self.ranks
         self.map = ExpertMap(moe.num_experts, plan, len(layers)) if plan.expert_slots else None
-        prefixes = tuple(f"model.layers.{layer}." for layer in layers)
+        prefixes = prefixes_of(layers)
+        self.present = tuple(layer is not None for layer in layers)
         stages, dtype, hidden = plan.pipeline, plan.dtype, config.hidden_size
         tensors = _ExpertTensors(moe, hidden, plan.mesh.extent(over))
 
         def declare(
             source: Callable[[str, int], Source], split: tuple[tuple[str, ...] | None, ...], init: float | str
         ) -> Weight:
-            sources = tuple(
-                tuple(source(prefix, expert) if expert != EMPTY else source(prefix, 0).empty for expert in slots)
-                for prefix in prefixes
-            )
+            def in_slot(expert: int) -> tuple[Source, ...]:
+                sources = by_stage(prefixes, lambda prefix: source(prefix, max(expert, 0)))
+                return tuple(one.empty for one in sources) if expert == EMPTY else sources
+
+            sources = tuple(zip(*map(in_slot, slots), strict=True))
             return expert_weight(sources, plan.experts, split, dtype, init, stages)
 
         def of_router(name: str, shape: tuple[int, ...], init: float | str) -> Weight:
-            sources = tuple(Source.whole(prefix + name, shape) for prefix in prefixes)
+            sources = by_stage(prefixes, lambda prefix: Source.whole(prefix + name, shape))
             # Published in float32 where they correct the choice: rounded, near-ties would fall otherwise.
             kept = "float32" if name == names.router_bias else dtype
             return weight(sources, (None,) * len(shape), kept, init, stages)
@@ -79,7 +83,7 @@ class MoE(nnx.Module):
         self.down_bias = declare(tensors.down_bias, (None,), "zeros") if moe.expert_bias else None
         # Where tp deals tokens out, each rank passes its own through the whole of the shared experts: no sum.
         self.shared = (
-            MLP(config, plan, tuple(prefix + names.shared for prefix in prefixes), width, over)
+            MLP(config, plan, with_part(prefixes, names.shared), width, over)
             if names.shared is not None and (width := moe.shared_intermediate_size)
             else None
         )
@@ -89,6 +93,9 @@ class MoE(nnx.Module):
         bias = None if self.route_bias is None else self.route_bias[0]
         routing = route(x, self.route[0], bias, self.router)
         real = _own(step.positions >= 0, step)
+        if not all(self.present):
+            # Tokens of a stage that has no experts in this slot go to none, and count nowhere.
+            real = real & own_value(self.present, step.plan.pipeline)
         slots = (
             routing.experts
             if self.map is None

@@ -10,21 +10,23 @@ from jaxpar.checkpoint.config import ModelConfig
 from jaxpar.heads import PADDED, HeadLayout
 from jaxpar.nn.context import StepContext
 from jaxpar.nn.linear import RowParallel, share_of
+from jaxpar.nn.stage import by_stage, prefixes_of
 from jaxpar.nn.weights import ZEROS, Block, Source, residual_std, weight
+from jaxpar.pipeline.stages import Layers
 from jaxpar.plan import Plan
 
 
 class OutputProjection(RowParallel):
     """[B, T, H, d] -> a partial sum of [B * T, D]; each rank holds the columns of its query heads."""
 
-    def __init__(self, config: ModelConfig, plan: Plan, heads: HeadLayout, layers: tuple[int, ...]) -> None:
+    def __init__(self, config: ModelConfig, plan: Plan, heads: HeadLayout, layers: Layers) -> None:
         """Declare `o_proj` of the slot that holds `layers`, one a pipeline stage."""
-        names = tuple(f"model.layers.{layer}.self_attn.o_proj." for layer in layers)
+        names = prefixes_of(layers, "self_attn.o_proj.")
         size, stages, dtype = config.v_head_dim, plan.pipeline, plan.dtype
         shape = (config.hidden_size, config.num_attention_heads * size)
         blocks = tuple(head_block(0, head, size) for head in heads.q_heads)
-        columns = tuple(Source((f"{name}weight",), (shape,), blocks, dim=1) for name in names)
-        biases = tuple(Source.whole(f"{name}bias", (config.hidden_size,)) for name in names)
+        columns = by_stage(names, lambda name: Source((f"{name}weight",), (shape,), blocks, dim=1))
+        biases = by_stage(names, lambda name: Source.whole(f"{name}bias", (config.hidden_size,)))
         super().__init__(
             weight(columns, (None, plan.width), dtype, residual_std(config.num_hidden_layers), stages),
             weight(biases, (None,), dtype, "zeros", stages) if config.o_bias else None,

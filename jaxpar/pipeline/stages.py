@@ -15,14 +15,19 @@ from __future__ import annotations
 
 from functools import lru_cache
 
+import numpy as np
+
 from jaxpar.checkpoint.config import ModelConfig
 from jaxpar.errors import PlanError
 from jaxpar.pipeline.balance import balanced_layers, even_layers, layer_work
 from jaxpar.plan import Plan
 from jaxpar.tables import counted
 
-Slots = tuple[tuple[int | None, ...], ...]
-"""[slot][stage]: the number of a layer, None where the stage has none."""
+Layers = tuple[int | None, ...]
+"""The layer of each stage in one slot, None where a stage has none there."""
+
+Slots = tuple[Layers, ...]
+"""[slot][stage]; in every slot one stage has a layer at least."""
 
 
 def layers_of_stages(config: ModelConfig, plan: Plan) -> tuple[int, ...]:
@@ -59,18 +64,35 @@ def slots_of(config: ModelConfig, plan: Plan) -> Slots:
     return aligned(layers_of_stages(config, plan), tuple(with_experts))
 
 
+def by_kind(config: ModelConfig, layers: Layers) -> tuple[Layers | None, Layers | None]:
+    """A slot's layers with a dense FFN, and those with experts; None where there is none of a kind."""
+
+    def of(experts: bool) -> Layers | None:
+        kinds = () if config.moe is None else config.moe.layers
+        held = tuple(
+            layer if layer is not None and (bool(kinds) and kinds[layer]) == experts else None for layer in layers
+        )
+        return None if held == (None,) * len(layers) else held
+
+    return of(False), of(True)
+
+
 def moe_layer_of(config: ModelConfig, plan: Plan) -> list[tuple[int, int]]:
-    """For each layer with experts, in order: its stage, and its place among the slots of that stage that hold any."""
-    assert config.moe is not None
-    kinds = config.moe.layers
-    slots = [slot for slot in slots_of(config, plan) if any(kinds[layer] for layer in slot if layer is not None)]
-    places = {
-        layer: (stage, place)
-        for place, slot in enumerate(slots)
-        for stage, layer in enumerate(slot)
-        if layer is not None and kinds[layer]
-    }
-    return [places[layer] for layer in sorted(places)]
+    """For each layer with experts, in order: its stage, and its place among the slots that hold experts."""
+    slots = [experts for layers in slots_of(config, plan) if (experts := by_kind(config, layers)[1]) is not None]
+    places = {layer: (stage, place) for place, slot in enumerate(slots) for stage, layer in enumerate(slot)}
+    return [places[layer] for layer in sorted(layer for layer in places if layer is not None)]
+
+
+def loads_by_layer(loads: np.ndarray, config: ModelConfig, plan: Plan) -> np.ndarray:
+    """What the ranks of all stages count for their slots [ranks, MoE slots, E], stages outermost, by layer.
+
+    Returns:
+        [ranks of a stage, MoE layers, E].
+    """
+    stages, places = (list(column) for column in zip(*moe_layer_of(config, plan), strict=True))
+    by_stage = loads.reshape(plan.mesh.pp, -1, *loads.shape[1:])
+    return np.moveaxis(by_stage[stages, :, places], 0, 1)
 
 
 @lru_cache(maxsize=64)

@@ -174,12 +174,12 @@ class TrainPrograms:
         store, reduction = ChunkOnly(positions), self._all_reduce.run(plan)
         dispatch = None if self._dispatch is None else dispatched(self._dispatch, self._shape)
         step = StepContext(plan, "prefill", positions, cos, sin, store, attend_whole, (), dispatch, reduction)
-        x = self._embedding.run(inputs.reshape(-1), model.embedding[...], plan.sublayer("vocabulary", "prefill"))
+        x = self._embedding.run(inputs.reshape(-1), model.embedding_rows, plan.sublayer("vocabulary", "prefill"))
         with jax.named_scope("embedding:vocab_parallel"):
             # The residual stream is one copy a rank from here on, so that every sum of its gradient has its scope.
             x = to_varying(x, plan.width)
         (x,), _, records = model([x], [{} for _ in self.programs.planes], [step])
-        logits = self._head.run(model.normed(x), model.head_weight[...], config.vocab_size, plan.width)
+        logits = self._head.run(model.normed(x), model.head_rows, config.vocab_size, plan.width)
         losses: jax.Array = self._loss.run(logits, targets.reshape(-1), plan.width)
         return losses.reshape(targets.shape), records
 
