@@ -76,9 +76,9 @@ class Plan:
     the other's work; `single_batch_overlap` is the number of blocks in which what experts made is sent back, so that
     one block's way may overlap with the next block's work (both as in SGLang).
     `sequence_parallel` splits the residual stream over tp along its tokens (arXiv:2205.05198); `microbatches` are the
-    groups of a replica's requests that follow one another through the stages of pp (0: as many as stages); `chunk` is the most
-    tokens of one prompt that a prefill step takes; `page_size` the tokens of a KV cache page; `max_num_seqs` the most
-    requests that a replica runs at once; `dtype` that of weights, activations and cache.
+    groups of a replica's requests that follow one another through the stages of pp (0: as many as stages); `chunk` is
+    the most tokens of one prompt that a prefill step takes; `page_size` the tokens of a KV cache page; `max_num_seqs`
+    the most requests that a replica runs at once; `dtype` that of weights, activations and cache.
     """
 
     mesh: MeshSpec = field(default_factory=MeshSpec)

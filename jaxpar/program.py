@@ -40,7 +40,7 @@ from jaxpar.nn.expert_map import Table
 from jaxpar.nn.rope import angles
 from jaxpar.nn.weights import Weight
 from jaxpar.overlap import in_halves, joined
-from jaxpar.pipeline.ends import entering, on_last_stage
+from jaxpar.pipeline.ends import entering, on_last_stage, resized
 from jaxpar.pipeline.stages import moe_layer_of
 from jaxpar.plan import PHASES, Phase, Plan
 from jaxpar.registry import chosen
@@ -118,6 +118,7 @@ class Programs:
         """Rows that the experts' `moe_capacity` had no room for, in all steps so far."""
         self.watchers: list[Callable[[StepOutput], None]] = []
         """Called in turn after every step, with its output."""
+        self._resize = lru_cache(maxsize=None)(self._resized_on_use)
         # One jitted function for each kind of step; it compiles once for each shape that it meets.
         self.step = lru_cache(maxsize=None)(self._compiled_on_use)
 
@@ -162,12 +163,18 @@ class Programs:
         cache: Cache = self._new_cache(pages)
         return cache
 
-    def empty_flow(self, step: Step) -> jax.Array | None:
-        """The rows of padding that fill a pipeline before its first tick; None without one."""
+    def flow_into(self, cache: Cache, step: Step, fresh: bool) -> Cache:
+        """The cache with as many rows between stages as a step takes, those that it has or `fresh` ones of zeros."""
         if not self.plan.pipeline:
-            return None
-        shape = self.flow_shape(step)
-        return jax.device_put(np.zeros(shape.shape, shape.dtype), self.sharded(self.cache_specs(step.phase).flow))
+            return cache
+        shape, spec = self.flow_shape(step), self.cache_specs(step.phase).flow
+        if fresh:
+            return cache._replace(flow=jax.device_put(np.zeros(shape.shape, shape.dtype), self.sharded(spec)))
+        if cache.flow.shape == shape.shape:
+            return cache
+        # A program of its own, so that the step has one for each width and not for each pair of them.
+        resize = self._resize(step.lanes, step.passed_rows, spec)
+        return cache._replace(flow=resize(cache.flow))
 
     def flow_shape(self, step: Step) -> jax.ShapeDtypeStruct:
         """Of the rows that all ranks together pass on in a tick."""
@@ -224,6 +231,10 @@ class Programs:
             donate_argnums=1,
         )
 
+    def _resized_on_use(self, lanes: int, rows: int, spec: P) -> Any:
+        local = partial(resized, lanes=lanes, count=rows)
+        return jax.jit(jax.shard_map(local, mesh=self.mesh, in_specs=spec, out_specs=spec))
+
     def note(self, output: StepOutput) -> None:
         """Add up what a step that ran has counted, and pass it on to those who watch."""
         if output.dropped is not None:
@@ -264,7 +275,7 @@ class Programs:
         sublayer, embed = self.plan.sublayer("vocabulary", phase), strategies["embedding"].run
         rows = [embed(one.tokens.reshape(-1), model.embedding_rows, sublayer) for one in batches]
         if self.plan.pipeline:
-            rows = [entering(cache.flow, rows[0], lanes, self.plan)]
+            rows = [entering(cache.flow, rows[0], self.plan)]
         rows, planes, records = model(rows, cache.planes, contexts)
         flow = strategies["pipeline"].run(rows[0], self.plan) if self.plan.pipeline else None
         outputs = [self._next(model, x, one, step, strategies) for x, one in zip(rows, batches, strict=True)]

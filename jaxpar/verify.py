@@ -137,7 +137,7 @@ def verify(
 class _Step:
     """Logits [lanes, T, V] of one step; lane and place in it of each prompt's tokens; the prompts that generate.
 
-    `number` counts chunks, and after them the tokens of each request: several groups of requests have steps of the same.
+    `number` counts chunks, and after them the tokens of each request: groups of requests have steps of the same.
     """
 
     number: int

@@ -9,7 +9,6 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-import jax
 import numpy as np
 import tokenizers
 from oracle_data import GGUF_ORACLES, ROOT
@@ -97,8 +96,8 @@ def rank_logits(
 ) -> Iterator[tuple[int, int, np.ndarray, slice, np.ndarray]]:
     """Prefill `prompts`, and give what every rank holds of their logits.
 
-    Yields (rank, request, tokens, ids, logits): logits of those tokens of the request, for the vocabulary ids of the
-    rank's slice; padded ids are cut off after it is checked that they are -inf.
+    Yields (rank, request, tokens, ids, logits), of stages the last: logits of those tokens of the request, for the
+    vocabulary ids of the rank's slice; padded ids are cut off after it is checked that they are -inf.
     """
     session = open_session(runner, prompts, 0)
     ranks = {device: rank for rank, device in enumerate(runner.programs.mesh.devices.flat)}
@@ -106,6 +105,8 @@ def rank_logits(
         logits = chunk.output.logits
         for shard in logits.addressable_shards:
             lanes, columns, ids = (range(*s.indices(n)) for s, n in zip(shard.index, logits.shape, strict=True))
+            if ranks[shard.device] < len(ranks) - len(ranks) // runner.plan.mesh.pp:
+                continue  # only the last stage has logits
             held, real = np.asarray(shard.data), max(runner.config.vocab_size - ids.start, 0)
             assert np.isneginf(held[:, :, real:]).all()
             for request, (row, at) in enumerate(zip(chunk.rows, chunk.columns, strict=True)):

@@ -91,10 +91,9 @@ class Pipe:
         step = Step(self._programs.config, plan, phase, lanes, width, keys, logits, sampled)
         real = (batch.positions >= 0).reshape(-1, ranks, width).sum(axis=2)
         program = self._programs.step(phase, logits, sampled, room_of(real, step))
-        if (phase, lanes) != self._kind:
-            self._cache = self._cache._replace(flow=self._programs.empty_flow(step))
-            self._kind = phase, lanes
-        self._cache, output = program(self._weights, self._cache, batch)
+        cache = self._programs.flow_into(self._cache, step, fresh=(phase, lanes) != self._kind)
+        self._kind = phase, lanes
+        self._cache, output = program(self._weights, cache, batch)
         self._programs.note(output)
         self.ticks += 1
         self.idle += len(stages) - len(held)

@@ -16,27 +16,14 @@ from jaxpar.collectives import rank_index, to_varying, varying_axes
 from jaxpar.plan import Plan
 
 
-def entering(flow: jax.Array, embedded: jax.Array, lanes: int, plan: Plan) -> jax.Array:
-    """The residual rows that a stage begins a tick with.
-
-    Args:
-        flow: [R', D] what the stage before has passed on.
-        embedded: [R, D] the embedded tokens of the stage's own batch.
-        lanes: in both, each with its rows side by side; where there are fewer rows now, those cut off were padding.
-        plan: of the step.
-
-    Returns:
-        [R, D] the embedded tokens on stage 0, elsewhere what was passed on.
-    """
-    first = rank_index(plan.pipeline) == 0
-    return jnp.where(first, to_varying(embedded, plan.pipeline), _resized(flow, lanes, embedded.shape[0]))
+def entering(flow: jax.Array, embedded: jax.Array, plan: Plan) -> jax.Array:
+    """The residual rows [R, D] that a stage begins a tick with: embedded tokens on stage 0, elsewhere `flow`."""
+    return jnp.where(rank_index(plan.pipeline) == 0, to_varying(embedded, plan.pipeline), flow)
 
 
-def _resized(rows: jax.Array, lanes: int, count: int) -> jax.Array:
-    """Rows [R', D] as [`count`, D], lane by lane: padding at the end of each is cut off or added."""
-    if rows.shape[0] == count:
-        return rows
-    by_lane = rows.reshape(lanes, -1, rows.shape[1])[:, : count // lanes]
+def resized(flow: jax.Array, lanes: int, count: int) -> jax.Array:
+    """Rows [R, D] on their way as [`count`, D], lane by lane: padding at the end of each is cut off or added."""
+    by_lane = flow.reshape(lanes, -1, flow.shape[1])[:, : count // lanes]
     missing = count // lanes - by_lane.shape[1]
     return jnp.pad(by_lane, ((0, 0), (0, missing), (0, 0))).reshape(count, -1)
 
