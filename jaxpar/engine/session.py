@@ -61,7 +61,7 @@ class Session:
         plan = programs.plan
         lengths = [len(prompt) for prompt in prompts]
         on_rank = [
-            int(stored_by_rank(length, tokens, plan, cuts).max())
+            int(stored_by_rank(length, tokens, plan, cuts, max(lengths)).max())
             for length, tokens, cuts in zip(lengths, capacity, cuts_of(lengths, plan), strict=True)
         ]
         self._lanes = assign(on_rank, plan)
@@ -72,7 +72,7 @@ class Session:
         self._params = params
 
     def prefill(self, logits: bool = False) -> Iterator[Chunk]:
-        """Run the prompts through the model, `plan.chunk` tokens a step.
+        """Run the prompts through the model, a chunk of each a step.
 
         The output of a chunk has the next token of the requests that end in it, or with `logits` those of every token.
         """

@@ -11,6 +11,7 @@ from itertools import pairwise
 import numpy as np
 
 from jaxpar.layout import deal, local_length, owner
+from jaxpar.pipeline.chunks import equal_cost_ends, share_of_attention
 from jaxpar.plan import Plan
 
 
@@ -45,10 +46,28 @@ def groups_of(requests: int, plan: Plan) -> Iterator[range]:
 def prefill_chunks(longest: int, plan: Plan) -> Iterator[tuple[int, int]]:
     """(first token, tokens) of the steps that prefill prompts of up to `longest` tokens.
 
-    Each takes `plan.chunk` tokens; the last one as few as hold the rest, a power of two or the chunk.
+    Each takes `plan.chunk` tokens; the last one as few as hold the rest, a power of two or the chunk. With a
+    `chunk_parity` they cost the same instead, as nearly as multiples of a sixteenth of `plan.chunk` do, of which there
+    are few. There are no more of them than of equal ones: the first are larger than `plan.chunk`, which is what they
+    have in the mean, and the last are smaller.
     """
+    if plan.chunk_parity and longest > plan.chunk:
+        yield from _unequal_chunks(longest, plan)
+        return
     for offset in range(0, longest, plan.chunk):
         yield offset, min(bucket(min(plan.chunk, longest - offset)), plan.chunk)
+
+
+def _unequal_chunks(longest: int, plan: Plan) -> Iterator[tuple[int, int]]:
+    count, offset, step = -(-longest // plan.chunk), 0, max(1, plan.chunk // 16)
+    for end in equal_cost_ends(longest, count, share_of_attention(longest, plan.chunk_parity))[:-1]:
+        # What rounding adds to one is missing from the next.
+        size = max(1, round((end - offset) / step)) * step
+        if offset + size >= longest:
+            break
+        yield offset, size
+        offset += size
+    yield offset, -(-(longest - offset) // step) * step
 
 
 def local_tokens(tokens: int, plan: Plan) -> int:
@@ -56,14 +75,18 @@ def local_tokens(tokens: int, plan: Plan) -> int:
     return local_length(plan.layout, tokens, plan.mesh.cp, plan.cp_interleave)
 
 
-def stored_by_rank(prompt: int, stored: int, plan: Plan, cuts: Iterable[int] = ()) -> np.ndarray:
+def stored_by_rank(
+    prompt: int, stored: int, plan: Plan, cuts: Iterable[int] = (), longest: int | None = None
+) -> np.ndarray:
     """How many of the first `stored` tokens of a request each rank of cp holds [cp]; `prompt` of them are prefilled.
 
     The layout deals each chunk of the prompt, the parts of one that is cut before a token of `cuts` on their own, and
-    every token after it lies with the rank that its position names.
+    every token after it lies with the rank that its position names. `longest` is the length of the longest prompt that
+    is prefilled together with it, by which unequal chunks go (None: its own).
     """
     held, end = np.zeros(plan.mesh.cp, np.int64), min(prompt, stored)
-    edges = {*range(0, end, plan.chunk), *(cut for cut in cuts if cut < end), end}
+    firsts = (first for first, _ in prefill_chunks(prompt if longest is None else longest, plan))
+    edges = {0, *(edge for edge in (*firsts, *cuts) if edge < end), end}
     for first, after in pairwise(sorted(edges)):
         dealt = deal(plan.layout, first, after - first, plan.mesh.cp, plan.cp_interleave)
         held += [len(tokens) for tokens in dealt]
