@@ -78,11 +78,11 @@ class Plan:
     the other's work; `single_batch_overlap` is the number of blocks in which what experts made is sent back, so that
     one block's way may overlap with the next block's work (both as in SGLang).
     `sequence_parallel` splits the residual stream over tp along its tokens (arXiv:2205.05198); `chunk` is the most
-    tokens of one prompt that a prefill step takes; `chunk_parity` makes chunks that cost the same, the first ones
-    larger than `chunk` and later ones smaller: it is the number of tokens of context at which a token's attention costs
-    as much as the rest of its work (`jaxpar pipeline MODEL` says it; 0: equal chunks); `page_size` the tokens of a KV
-    cache page; `max_num_seqs` the most requests that a replica runs at once; `dtype` that of weights, activations and
-    cache.
+    tokens of one prompt that a prefill step takes; `chunk_parity` makes chunks unequal, the first ones larger than
+    `chunk` and the last smaller, so that less is idle over pp: it is the number of tokens of context at which a token's
+    attention costs as much as the rest of its work (`jaxpar pipeline MODEL` says it; 0: equal chunks); `page_size` the
+    tokens of a KV cache page; `max_num_seqs` the most requests that a replica runs at once; `dtype` that of weights,
+    activations and cache.
     """
 
     mesh: MeshSpec = field(default_factory=MeshSpec)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -10,15 +12,26 @@ from oracle_checks import assert_logits
 from oracle_data import load_oracle
 from sample_models import oracle_runner
 
+from jaxpar.assets import model_dir
+from jaxpar.checkpoint import ModelConfig, open_checkpoint
 from jaxpar.engine.prefill import prefill_steps
 from jaxpar.errors import PlanError
+from jaxpar.ledger.predict import predict_flops
+from jaxpar.mesh import MeshSpec
 from jaxpar.pipeline.chunks import (
     chunk_cost,
     equal_chunk_costs,
     equal_cost_chunks,
     equal_cost_ends,
+    level,
+    levelled_chunks,
+    levelled_ends,
     share_of_attention,
 )
+from jaxpar.pipeline.costs import attention_flops, attention_share, boundary_bytes, pairs, parity, weight_flops
+from jaxpar.pipeline.prompt import three_ways
+from jaxpar.plan import Plan
+from jaxpar.strategies import Step
 
 shares = st.floats(0, 1)
 
@@ -84,6 +97,107 @@ def test_more_chunks_than_tokens_or_a_share_that_cannot_be_is_refused(length: in
         equal_cost_chunks(length, m, a)
 
 
+def test_levelled_chunks_are_of_equal_length_up_to_the_level_and_then_of_equal_attention() -> None:
+    length, m, a = 10**6, 40, 0.4
+    ends = levelled_ends(length, m, a)
+    sizes = np.diff([0.0, *ends])
+    flat = sum(end <= level(a) * length for end in ends)
+    assert 5 < flat < 35
+    np.testing.assert_allclose(sizes[:flat], sizes[0])
+    attention = np.diff(np.square([0.0, *ends]))
+    np.testing.assert_allclose(attention[flat + 1 :], attention[-1])
+    assert ends[-1] == pytest.approx(length)
+    assert all(later <= before * (1 + 1e-9) for before, later in itertools.pairwise(sizes))
+
+
+def drain(sizes: list[float], a: float) -> float:
+    """What each stage but one waits for in one program: the largest chunk's other work and the largest attention."""
+    edges = np.cumsum([0.0, *sizes]) / sum(sizes)
+    return float((1 - a) * max(np.diff(edges)) + a * max(np.diff(edges**2)))
+
+
+@pytest.mark.parametrize("a", [0.05, 0.3, 0.7, 0.95])
+def test_levelled_chunks_wait_least_of_all_in_one_program(a: float) -> None:
+    m, length = 32, 10**6
+    levelled = levelled_chunks(length, m, a)
+    least = drain(levelled, a)
+    assert least < min(drain([1] * m, a), drain(equal_cost_chunks(length, m, a), a))
+    rng = np.random.default_rng(0)
+    for _ in range(200):
+        others = np.sort(np.array(levelled) * rng.uniform(0.9, 1.1, m))[::-1]
+        assert drain(others.tolist(), a) > 0.995 * least
+
+
+@given(st.integers(1, 3000), st.integers(1, 64), shares)
+def test_whole_levelled_chunks_have_all_tokens(length: int, m: int, a: float) -> None:
+    m = min(m, length)
+    sizes = levelled_chunks(length, m, a)
+    assert (len(sizes), sum(sizes), sizes[-1] >= 1) == (m, length, True)
+    assert sizes == sorted(sizes, reverse=True)
+
+
+# What they cost a model
+
+
+def config_of(name: str) -> ModelConfig:
+    return open_checkpoint(model_dir(name)).config
+
+
+@given(st.integers(0, 40), st.integers(0, 40), st.one_of(st.none(), st.integers(1, 30)))
+def test_a_query_sees_the_keys_of_its_window(first: int, size: int, window: int | None) -> None:
+    assert pairs(first, first + size, window) == sum(min(at + 1, window or at + 1) for at in range(first, first + size))
+
+
+@pytest.mark.parametrize("name", ["tiny", "llama-3.1-8b", "qwen3-235b-a22b", "deepseek-v3"])
+def test_flops_of_weights_and_of_attention_are_those_of_the_ledger(name: str) -> None:
+    config, tokens = config_of(name), 512
+    plan = Plan(MeshSpec(), dtype="float32", page_size=tokens)
+    counted = predict_flops(Step(config, plan, "prefill", lanes=1, tokens=tokens, keys=tokens))
+    # The ledger counts every pair, as if no tile could be left out, and all slots of experts.
+    ours = tokens * weight_flops(config).sum() + attention_flops(config, 0, tokens).sum() * 2 * tokens / (tokens + 1)
+    moe = config.moe
+    if moe is not None:
+        counted["experts"] = (
+            6 * tokens * config.hidden_size * moe.router.top_k * moe.intermediate_size * sum(moe.layers)
+        )
+    assert sum(counted.values()) - counted["head"] == ours
+
+
+def test_attention_of_a_dense_model_grows_to_its_share_at_twice_the_parity() -> None:
+    config = config_of("llama-3.1-8b")
+    at = parity(config, 512)
+    assert at == 26624
+    assert attention_share(config, 2 * at) == pytest.approx(0.5, abs=1e-4)
+    assert attention_share(config, 32768) == pytest.approx(share_of_attention(32768, at), abs=1e-4)
+
+
+def test_latent_attention_makes_keys_anew_for_each_chunk_so_that_smaller_chunks_have_them_dearer() -> None:
+    config = config_of("deepseek-v3")
+    assert parity(config, 512) < parity(config, 2048) < parity(config, 10**9)
+
+
+def test_a_window_on_every_layer_makes_equal_chunks_cost_the_same() -> None:
+    assert parity(config_of("mistral-7b"), 512) == 0
+
+
+def test_a_boundary_of_48_tokens_of_deepseek_v3_in_bfloat16() -> None:
+    assert boundary_bytes(config_of("deepseek-v3"), 48, "bfloat16") == 688_128
+
+
+def test_each_way_has_the_prompt_s_tokens_and_saves_where_it_is_meant_to() -> None:
+    config = config_of("llama-3.1-8b")
+    at, ways = three_ways(config, Plan(MeshSpec(pp=8), chunk=8192), 131072)
+    assert at == parity(config, 8192)
+    assert {sum(way.sizes) for way in ways.values()} == {131072}
+    for name, schedule in (("equal cost", "free-running"), ("levelled", "one program")):
+        times = {way: chunked.schedules[schedule].duration for way, chunked in ways.items()}
+        assert min(times, key=lambda way: times[way]) == name
+    # All stages are even: equal chunks wait for the last one, and in one program for nothing else.
+    equal = ways["equal"]
+    assert equal.padded.duration == pytest.approx(equal.free_running.duration)
+    assert equal.free_running.duration == pytest.approx(equal.costs[:, 0].sum() + 7 * equal.costs[-1, 0])
+
+
 # Answers
 
 
@@ -92,5 +206,5 @@ def test_every_rank_has_the_logits_of_transformers_in_unequal_chunks() -> None:
     oracle = load_oracle("mistral")
     runner = oracle_runner("mistral", "cp=2", page_size=5, layout="zigzag", chunk=8, chunk_parity=8)
     lengths = [len(prompt) for prompt in oracle.prompts]
-    assert [step.size for step in prefill_steps(lengths, runner.plan)] == [9, 6, 4]
+    assert [step.size for step in prefill_steps(lengths, runner.plan)] == [8, 6, 5]
     assert_logits(runner, oracle.prompts, oracle.logits)

@@ -6,12 +6,12 @@ The engine runs these sizes and the ledger counts them.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 import numpy as np
 
 from jaxpar.layout import deal, local_length, owner
-from jaxpar.pipeline.chunks import equal_cost_ends, share_of_attention
+from jaxpar.pipeline.chunks import levelled_ends, rounded, share_of_attention
 from jaxpar.plan import Plan
 
 
@@ -47,27 +47,17 @@ def prefill_chunks(longest: int, plan: Plan) -> Iterator[tuple[int, int]]:
     """(first token, tokens) of the steps that prefill prompts of up to `longest` tokens.
 
     Each takes `plan.chunk` tokens; the last one as few as hold the rest, a power of two or the chunk. With a
-    `chunk_parity` they cost the same instead, as nearly as multiples of a sixteenth of `plan.chunk` do, of which there
-    are few. There are no more of them than of equal ones: the first are larger than `plan.chunk`, which is what they
-    have in the mean, and the last are smaller.
+    `chunk_parity` they are levelled instead (`pipeline/chunks.py`), in multiples of a 32nd of `plan.chunk`. There
+    are no more of them than of equal ones: the first are larger than `plan.chunk`, which is what they have in the mean,
+    and the last are smaller.
     """
     if plan.chunk_parity and longest > plan.chunk:
-        yield from _unequal_chunks(longest, plan)
+        ends = levelled_ends(longest, -(-longest // plan.chunk), share_of_attention(longest, plan.chunk_parity))
+        sizes = rounded(ends, longest, plan.chunk)
+        yield from zip(accumulate(sizes[:-1], initial=0), sizes, strict=True)
         return
     for offset in range(0, longest, plan.chunk):
         yield offset, min(bucket(min(plan.chunk, longest - offset)), plan.chunk)
-
-
-def _unequal_chunks(longest: int, plan: Plan) -> Iterator[tuple[int, int]]:
-    count, offset, step = -(-longest // plan.chunk), 0, max(1, plan.chunk // 16)
-    for end in equal_cost_ends(longest, count, share_of_attention(longest, plan.chunk_parity))[:-1]:
-        # What rounding adds to one is missing from the next.
-        size = max(1, round((end - offset) / step)) * step
-        if offset + size >= longest:
-            break
-        yield offset, size
-        offset += size
-    yield offset, -(-(longest - offset) // step) * step
 
 
 def local_tokens(tokens: int, plan: Plan) -> int:
