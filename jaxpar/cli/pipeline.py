@@ -215,7 +215,7 @@ def _draw(png: Path, title: str, timetable: Timetable, ways: Mapping[str, Chunke
         return
     unit, panels = ways["equal"].costs.mean(), {}
     for name, way in ways.items():
-        one = way.lockstep
-        scaled = Schedule(one.starts / unit, one.costs / unit, one.duration / unit)
-        panels[f"{name} chunks in lock-step: {scaled.duration:.2f}, {100 * one.idle_share:.2f} % idle"] = scaled
+        # What a stage does beside a chunk's own work in a tick is padding: idle.
+        one = Schedule(way.padded.starts / unit, way.costs / unit, way.padded.duration / unit)
+        panels[f"{name} chunks in one program: {one.duration:.2f}, {100 * one.idle_share:.2f} % idle"] = one
     draw(png, title, panels, "time, in mean equal chunks on a mean stage")
