@@ -30,6 +30,7 @@ _NUMBERS = {
     "decode_overlap": 1,
     "single_batch_overlap": 1,
     "chunk": 1,
+    "chunk_parity": 0,
     "page_size": 1,
     "max_num_seqs": 1,
     "microbatches": 0,
@@ -77,8 +78,11 @@ class Plan:
     one block's way may overlap with the next block's work (both as in SGLang).
     `sequence_parallel` splits the residual stream over tp along its tokens (arXiv:2205.05198); `microbatches` are the
     groups of a replica's requests that follow one another through the stages of pp (0: as many as stages); `chunk` is
-    the most tokens of one prompt that a prefill step takes; `page_size` the tokens of a KV cache page; `max_num_seqs`
-    the most requests that a replica runs at once; `dtype` that of weights, activations and cache.
+    the most tokens of one prompt that a prefill step takes; `chunk_parity` makes chunks unequal, the first ones larger
+    than `chunk` and the last smaller, so that less is idle over pp: it is the number of tokens of context at which a
+    token's attention costs as much as the rest of its work (`jaxpar pipeline MODEL` says it; 0: equal chunks);
+    `page_size` the tokens of a KV cache page; `max_num_seqs` the most requests that a replica runs at once; `dtype`
+    that of weights, activations and cache.
     """
 
     mesh: MeshSpec = field(default_factory=MeshSpec)
@@ -102,6 +106,7 @@ class Plan:
     sequence_parallel: bool = False
     microbatches: int = 0
     chunk: int = 512
+    chunk_parity: int = 0
     page_size: int = 16
     max_num_seqs: int = 64
     dtype: str = "float32"

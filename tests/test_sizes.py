@@ -12,10 +12,10 @@ from jaxpar.mesh import MeshSpec
 from jaxpar.plan import Plan
 
 
-def a_plan(cp: int, layout: str, interleave: int, chunk: int) -> Plan:
+def a_plan(cp: int, layout: str, interleave: int, chunk: int, parity: int = 0) -> Plan:
     """One of the plans that there are: wide stripes want large chunks."""
     chunk = max(chunk, interleave * cp) if interleave > 1 else chunk
-    return Plan(MeshSpec(cp=cp), layout=layout, cp_interleave=interleave, chunk=chunk)
+    return Plan(MeshSpec(cp=cp), layout=layout, cp_interleave=interleave, chunk=chunk, chunk_parity=parity)
 
 
 plans = st.builds(
@@ -24,6 +24,7 @@ plans = st.builds(
     st.sampled_from(LAYOUTS),
     st.integers(1, 9),
     st.integers(1, 40),
+    st.sampled_from([0, 1, 50]),
 )
 
 
@@ -31,8 +32,8 @@ def stored_one_by_one(prompt: int, stored: int, plan: Plan) -> list[int]:
     """Tokens on each rank when chunks of the prompt are dealt, and then each decoded token goes to its owner."""
     held, ranks = [0] * plan.mesh.cp, plan.mesh.cp
     prefilled = min(prompt, stored)
-    for first in range(0, prefilled, plan.chunk):
-        dealt = deal(plan.layout, first, min(plan.chunk, prefilled - first), ranks, plan.cp_interleave)
+    for first, size in prefill_chunks(prompt, plan):
+        dealt = deal(plan.layout, first, max(0, min(size, prefilled - first)), ranks, plan.cp_interleave)
         held = [before + len(tokens) for before, tokens in zip(held, dealt, strict=True)]
     for position in range(prefilled, stored):
         held[position // plan.cp_interleave % ranks] += 1
@@ -59,6 +60,31 @@ def test_lanes_are_as_many_as_requests_up_to_the_next_size(requests: int, dp: in
     lanes, each = lanes_of(requests, Plan(MeshSpec(dp=dp))), -(-requests // dp)
     assert each <= lanes < max(2 * each, each + 8)
     assert lanes in (1, 2, 4) or lanes % 8 == 0
+
+
+# Chunks
+
+
+@given(st.integers(1, 5000), st.integers(1, 700), st.sampled_from([0, 1, 30, 2000]))
+def test_chunks_follow_one_another_and_are_no_more_than_equal_ones(longest: int, chunk: int, parity: int) -> None:
+    chunks = [*prefill_chunks(longest, Plan(chunk=chunk, chunk_parity=parity))]
+    ends = [first + size for first, size in chunks]
+    assert [first for first, _ in chunks] == [0, *ends[:-1]]
+    assert chunks[-1][0] < longest <= ends[-1]
+    assert len(chunks) <= -(-longest // chunk)
+    assert parity or [size for _, size in chunks[:-1]] == [chunk] * (len(chunks) - 1)
+
+
+def test_levelled_chunks_are_equal_first_and_smaller_after_in_multiples_of_a_32nd() -> None:
+    sizes = [size for _, size in prefill_chunks(8192, Plan(chunk=512, chunk_parity=4096))]
+    assert sizes == [608, 592, 608, 608, 592, 608, 608, 592, 544, 480, 448, 432, 400, 368, 368, 336]
+
+
+def test_a_shorter_prompt_is_cut_where_the_longest_beside_it_is() -> None:
+    plan = Plan(MeshSpec(cp=2), layout="contiguous", chunk=10, chunk_parity=10)
+    assert [*prefill_chunks(12, plan)] == [(0, 7), (7, 5)]
+    assert stored_by_rank(8, 8, plan, longest=12).tolist() == [4 + 1, 3]
+    assert stored_by_rank(8, 8, plan).tolist() == [4, 4]
 
 
 # Over cp

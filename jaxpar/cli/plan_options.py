@@ -30,6 +30,7 @@ _HELP: dict[str, str] = {
     "single_batch_overlap": "Blocks in which all_to_all sends back what experts made.",
     "sequence_parallel": "Split the residual stream over tp along its tokens.",
     "chunk": "Most tokens of a prompt that one prefill step takes.",
+    "chunk_parity": "Context at which attention costs as much as the rest: levels chunks; 0: equal ones.",
     "page_size": "Tokens of a KV cache page.",
 }
 """Help for each field that is an option of all of them; the mesh, the dtype and what has one value so far are none."""

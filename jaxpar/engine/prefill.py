@@ -1,8 +1,8 @@
 """The steps of a prefill: which tokens of which request each takes, and in which lanes they sit.
 
-A step takes up to `plan.chunk` tokens of every prompt. Under `two_batch_overlap` the lanes of a replica are two halves,
-and the step's tokens are cut in two. A request that the cut goes through has a lane in either half; the second finds
-the keys of the first in the cache, as those of a chunk before it:
+A step takes a chunk of every prompt (`engine/sizes.py`). Under `two_batch_overlap` the lanes of a replica are two
+halves, and the step's tokens are cut in two. A request that the cut goes through has a lane in either half; the second
+finds the keys of the first in the cache, as those of a chunk before it:
 
     three prompts of 3, 7 and 2 tokens        half A   a0 a1 a2     b0 b1 b2
                                               half B   b3 b4 b5 b6  c0 c1

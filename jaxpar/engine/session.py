@@ -73,7 +73,7 @@ class Session:
         self._plan, self._prompts, self._params = programs.plan, prompts, params
         lengths = [len(prompt) for prompt in prompts]
         on_rank = [
-            int(stored_by_rank(length, tokens, self._plan, cuts).max())
+            int(stored_by_rank(length, tokens, self._plan, cuts, max(lengths)).max())
             for length, tokens, cuts in zip(lengths, capacity, cuts_of(lengths, self._plan), strict=True)
         ]
         self._lanes = assign(on_rank, self._plan)
@@ -84,7 +84,7 @@ class Session:
         self._turn = 0
 
     def prefill(self, logits: bool = False) -> Iterator[Chunk]:
-        """Run the prompts through the model, `plan.chunk` tokens of each a step.
+        """Run the prompts through the model, a chunk of each a step.
 
         The output of a chunk has the next token of the requests that end in it, or with `logits` those of every token.
         """

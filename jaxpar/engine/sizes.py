@@ -6,11 +6,12 @@ The engine runs these sizes and the ledger counts them.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 import numpy as np
 
 from jaxpar.layout import deal, local_length, owner
+from jaxpar.pipeline.chunks import levelled_ends, rounded, share_of_attention
 from jaxpar.plan import Plan
 
 
@@ -50,8 +51,16 @@ def groups_of(requests: int, plan: Plan) -> Iterator[range]:
 def prefill_chunks(longest: int, plan: Plan) -> Iterator[tuple[int, int]]:
     """(first token, tokens) of the steps that prefill prompts of up to `longest` tokens.
 
-    Each takes `plan.chunk` tokens; the last one as few as hold the rest, a power of two or the chunk.
+    Each takes `plan.chunk` tokens; the last one as few as hold the rest, a power of two or the chunk. With a
+    `chunk_parity` they are levelled instead (`pipeline/chunks.py`), in multiples of a 32nd of `plan.chunk`. There
+    are no more of them than of equal ones: the first are larger than `plan.chunk`, which is what they have in the mean,
+    and the last are smaller.
     """
+    if plan.chunk_parity and longest > plan.chunk:
+        ends = levelled_ends(longest, -(-longest // plan.chunk), share_of_attention(longest, plan.chunk_parity))
+        sizes = rounded(ends, longest, plan.chunk)
+        yield from zip(accumulate(sizes[:-1], initial=0), sizes, strict=True)
+        return
     for offset in range(0, longest, plan.chunk):
         yield offset, min(bucket(min(plan.chunk, longest - offset)), plan.chunk)
 
@@ -61,14 +70,18 @@ def local_tokens(tokens: int, plan: Plan) -> int:
     return local_length(plan.layout, tokens, plan.mesh.cp, plan.cp_interleave)
 
 
-def stored_by_rank(prompt: int, stored: int, plan: Plan, cuts: Iterable[int] = ()) -> np.ndarray:
+def stored_by_rank(
+    prompt: int, stored: int, plan: Plan, cuts: Iterable[int] = (), longest: int | None = None
+) -> np.ndarray:
     """How many of the first `stored` tokens of a request each rank of cp holds [cp]; `prompt` of them are prefilled.
 
     The layout deals each chunk of the prompt, the parts of one that is cut before a token of `cuts` on their own, and
-    every token after it lies with the rank that its position names.
+    every token after it lies with the rank that its position names. `longest` is the length of the longest prompt that
+    is prefilled together with it, by which unequal chunks go (None: its own).
     """
     held, end = np.zeros(plan.mesh.cp, np.int64), min(prompt, stored)
-    edges = {*range(0, end, plan.chunk), *(cut for cut in cuts if cut < end), end}
+    firsts = (first for first, _ in prefill_chunks(prompt if longest is None else longest, plan))
+    edges = {0, *(edge for edge in (*firsts, *cuts) if edge < end), end}
     for first, after in pairwise(sorted(edges)):
         dealt = deal(plan.layout, first, after - first, plan.mesh.cp, plan.cp_interleave)
         held += [len(tokens) for tokens in dealt]

@@ -1,0 +1,210 @@
+"""Chunks of a prompt that cost the same: where they end, what they cost, and that the answers stay."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from oracle_checks import assert_logits
+from oracle_data import load_oracle
+from sample_models import oracle_runner
+
+from jaxpar.assets import model_dir
+from jaxpar.checkpoint import ModelConfig, open_checkpoint
+from jaxpar.engine.prefill import prefill_steps
+from jaxpar.errors import PlanError
+from jaxpar.ledger.predict import predict_flops
+from jaxpar.mesh import MeshSpec
+from jaxpar.pipeline.chunks import (
+    chunk_cost,
+    equal_chunk_costs,
+    equal_cost_chunks,
+    equal_cost_ends,
+    level,
+    levelled_chunks,
+    levelled_ends,
+    share_of_attention,
+)
+from jaxpar.pipeline.costs import attention_flops, attention_share, boundary_bytes, pairs, parity, weight_flops
+from jaxpar.pipeline.prompt import three_ways
+from jaxpar.plan import Plan
+from jaxpar.strategies import Step
+
+shares = st.floats(0, 1)
+
+# What a chunk costs
+
+
+def test_the_last_of_eight_equal_chunks_costs_1_712_times_the_first_where_attention_is_30_percent() -> None:
+    costs = equal_chunk_costs(8, 0.3)
+    assert (costs[0], costs[-1]) == (pytest.approx(0.7375), pytest.approx(1.2625))
+    assert costs[-1] / costs[0] == pytest.approx(1.712, abs=5e-4)
+    assert sum(costs) == pytest.approx(8)
+
+
+@given(st.integers(1, 50), shares)
+def test_costs_of_equal_chunks_are_those_of_their_tokens(m: int, a: float) -> None:
+    np.testing.assert_allclose([m * chunk_cost(7 * k, 7, 7 * m, a) for k in range(m)], equal_chunk_costs(m, a))
+
+
+def test_half_of_a_prompt_of_twice_the_parity_is_attention() -> None:
+    assert share_of_attention(6000, 3000) == 0.5
+
+
+# Where they end
+
+
+@given(st.integers(1, 10**5), st.integers(1, 64), shares)
+def test_ends_cut_the_cost_evenly(length: int, m: int, a: float) -> None:
+    ends = equal_cost_ends(length, m, a)
+    assert ends[-1] == pytest.approx(length)
+    costs = [chunk_cost(first, end - first, length, a) for first, end in zip([0.0, *ends], ends, strict=False)]
+    np.testing.assert_allclose(costs, 1 / m, rtol=1e-6, atol=1e-9)
+
+
+@given(st.integers(1, 3000), st.integers(1, 64), shares)
+def test_whole_chunks_have_all_tokens_and_are_smaller_and_smaller(length: int, m: int, a: float) -> None:
+    m = min(m, length)
+    sizes = equal_cost_chunks(length, m, a)
+    assert (len(sizes), sum(sizes)) == (m, length)
+    assert sizes == sorted(sizes, reverse=True)
+    assert sizes[-1] >= 1
+
+
+@given(st.integers(1000, 10**6), st.integers(2, 16), shares)
+def test_costs_of_whole_chunks_differ_by_what_two_tokens_cost(length: int, m: int, a: float) -> None:
+    sizes = equal_cost_chunks(length, m, a)
+    firsts = np.cumsum([0, *sizes[:-1]])
+    costs = [chunk_cost(first, size, length, a) for first, size in zip(firsts.tolist(), sizes, strict=True)]
+    assert max(costs) - min(costs) <= 4 * chunk_cost(length - 1, 1, length, a)
+
+
+def test_without_attention_chunks_are_equal() -> None:
+    assert equal_cost_chunks(64, 4, 0) == [16] * 4
+    assert equal_cost_chunks(10, 4, 0) == [3, 3, 2, 2]
+
+
+def test_eight_chunks_where_attention_is_30_percent() -> None:
+    assert equal_cost_chunks(32768, 8, 0.3) == [5461, 4851, 4408, 4069, 3797, 3573, 3385, 3224]
+
+
+@pytest.mark.parametrize(("length", "m", "a"), [(3, 4, 0.5), (3, 0, 0.5), (3, 2, 1.5), (3, 2, -0.1)])
+def test_more_chunks_than_tokens_or_a_share_that_cannot_be_is_refused(length: int, m: int, a: float) -> None:
+    with pytest.raises(PlanError, match=r"give 1 to 3|it must be from 0 to 1"):
+        equal_cost_chunks(length, m, a)
+
+
+def test_levelled_chunks_are_of_equal_length_up_to_the_level_and_then_of_equal_attention() -> None:
+    length, m, a = 10**6, 40, 0.4
+    ends = levelled_ends(length, m, a)
+    sizes = np.diff([0.0, *ends])
+    flat = sum(end <= level(a) * length for end in ends)
+    assert 5 < flat < 35
+    np.testing.assert_allclose(sizes[:flat], sizes[0])
+    attention = np.diff(np.square([0.0, *ends]))
+    np.testing.assert_allclose(attention[flat + 1 :], attention[-1])
+    assert ends[-1] == pytest.approx(length)
+    assert all(later <= before * (1 + 1e-9) for before, later in itertools.pairwise(sizes))
+
+
+def drain(sizes: list[float], a: float) -> float:
+    """What each stage but one waits for in one program: the largest chunk's other work and the largest attention."""
+    edges = np.cumsum([0.0, *sizes]) / sum(sizes)
+    return float((1 - a) * max(np.diff(edges)) + a * max(np.diff(edges**2)))
+
+
+@pytest.mark.parametrize("a", [0.05, 0.3, 0.7, 0.95])
+def test_levelled_chunks_wait_least_of_all_in_one_program(a: float) -> None:
+    m, length = 32, 10**6
+    levelled = levelled_chunks(length, m, a)
+    least = drain(levelled, a)
+    assert least < min(drain([1] * m, a), drain(equal_cost_chunks(length, m, a), a))
+    rng = np.random.default_rng(0)
+    for _ in range(200):
+        others = np.sort(np.array(levelled) * rng.uniform(0.9, 1.1, m))[::-1]
+        assert drain(others.tolist(), a) > 0.995 * least
+
+
+@given(st.integers(1, 3000), st.integers(1, 64), shares)
+def test_whole_levelled_chunks_have_all_tokens(length: int, m: int, a: float) -> None:
+    m = min(m, length)
+    sizes = levelled_chunks(length, m, a)
+    assert (len(sizes), sum(sizes), sizes[-1] >= 1) == (m, length, True)
+    assert sizes == sorted(sizes, reverse=True)
+
+
+# What they cost a model
+
+
+def config_of(name: str) -> ModelConfig:
+    return open_checkpoint(model_dir(name)).config
+
+
+@given(st.integers(0, 40), st.integers(0, 40), st.one_of(st.none(), st.integers(1, 30)))
+def test_a_query_sees_the_keys_of_its_window(first: int, size: int, window: int | None) -> None:
+    assert pairs(first, first + size, window) == sum(min(at + 1, window or at + 1) for at in range(first, first + size))
+
+
+@pytest.mark.parametrize("name", ["tiny", "llama-3.1-8b", "qwen3-235b-a22b", "deepseek-v3"])
+def test_flops_of_weights_and_of_attention_are_those_of_the_ledger(name: str) -> None:
+    config, tokens = config_of(name), 512
+    plan = Plan(MeshSpec(), dtype="float32", page_size=tokens)
+    counted = predict_flops(Step(config, plan, "prefill", lanes=1, tokens=tokens, keys=tokens))
+    # The ledger counts every pair, as if no tile could be left out, and all slots of experts.
+    ours = tokens * weight_flops(config).sum() + attention_flops(config, 0, tokens).sum() * 2 * tokens / (tokens + 1)
+    moe = config.moe
+    if moe is not None:
+        counted["experts"] = (
+            6 * tokens * config.hidden_size * moe.router.top_k * moe.intermediate_size * sum(moe.layers)
+        )
+    assert sum(counted.values()) - counted["head"] == ours
+
+
+def test_attention_of_a_dense_model_grows_to_its_share_at_twice_the_parity() -> None:
+    config = config_of("llama-3.1-8b")
+    at = parity(config, 512)
+    assert at == 26624
+    assert attention_share(config, 2 * at) == pytest.approx(0.5, abs=1e-4)
+    assert attention_share(config, 32768) == pytest.approx(share_of_attention(32768, at), abs=1e-4)
+
+
+def test_latent_attention_makes_keys_anew_for_each_chunk_so_that_smaller_chunks_have_them_dearer() -> None:
+    config = config_of("deepseek-v3")
+    assert parity(config, 512) < parity(config, 2048) < parity(config, 10**9)
+
+
+def test_a_window_on_every_layer_makes_equal_chunks_cost_the_same() -> None:
+    assert parity(config_of("mistral-7b"), 512) == 0
+
+
+def test_a_boundary_of_48_tokens_of_deepseek_v3_in_bfloat16() -> None:
+    assert boundary_bytes(config_of("deepseek-v3"), 48, "bfloat16") == 688_128
+
+
+def test_each_way_has_the_prompt_s_tokens_and_saves_where_it_is_meant_to() -> None:
+    config = config_of("llama-3.1-8b")
+    at, ways = three_ways(config, Plan(MeshSpec(pp=8), chunk=8192), 131072)
+    assert at == parity(config, 8192)
+    assert {sum(way.sizes) for way in ways.values()} == {131072}
+    for name, schedule in (("equal cost", "free-running"), ("levelled", "one program")):
+        times = {way: chunked.schedules[schedule].duration for way, chunked in ways.items()}
+        assert min(times, key=lambda way: times[way]) == name
+    # All stages are even: equal chunks wait for the last one, and in one program for nothing else.
+    equal = ways["equal"]
+    assert equal.padded.duration == pytest.approx(equal.free_running.duration)
+    assert equal.free_running.duration == pytest.approx(equal.costs[:, 0].sum() + 7 * equal.costs[-1, 0])
+
+
+# Answers
+
+
+@pytest.mark.usefixtures("unwritten_pages_are_nan")
+def test_every_rank_has_the_logits_of_transformers_in_unequal_chunks() -> None:
+    oracle = load_oracle("mistral")
+    runner = oracle_runner("mistral", "cp=2", page_size=5, layout="zigzag", chunk=8, chunk_parity=8)
+    lengths = [len(prompt) for prompt in oracle.prompts]
+    assert [step.size for step in prefill_steps(lengths, runner.plan)] == [8, 6, 5]
+    assert_logits(runner, oracle.prompts, oracle.logits)
