@@ -154,17 +154,30 @@ def test_weights_come_in_the_dtype_of_the_plan(directory: Path) -> None:
     np.testing.assert_array_equal(np.asarray(arrays["embedding"])[:101], expected)
 
 
-@pytest.mark.parametrize("mesh", ["pp=2,tp=2", "pp=4,dp=2"])
-def test_a_stage_holds_its_own_layers_in_the_leading_dimension(directory: Path, mesh: str) -> None:
-    reader, _, arrays = load(directory, mesh)
+@pytest.mark.parametrize(
+    ("mesh", "stages", "slots"),
+    [
+        ("pp=2,tp=2", "even", [(0, 2), (1, 3)]),
+        ("pp=4,dp=2", "even", [(0, 1, 2, 3)]),
+        ("pp=3", "even", [(0, 2, 3), (1, None, None)]),
+        ("pp=2", "1,3", [(0, 1), (None, 2), (None, 3)]),
+    ],
+)
+def test_a_stage_holds_its_own_layers_in_the_leading_dimension_and_zeros_for_absent_ones(
+    directory: Path, mesh: str, stages: str, slots: list[tuple[int | None, ...]]
+) -> None:
+    reader, _, arrays = load(directory, mesh, stages=stages)
     spec = MeshSpec.parse(mesh)
     devices = {device: rank for rank, device in enumerate(make_mesh(spec, ensure_devices(spec)).devices.flat)}
-    slots = LAYERS // spec.pp
-    for slot in range(slots):
+    for slot, layers in enumerate(slots):
         for shard in arrays[f"slots.{slot}.attention.out.weight"].addressable_shards:
             at = spec.coordinates(devices[shard.device])
-            whole = reader.whole(f"model.layers.{at['pp'] * slots + slot}.self_attn.o_proj.weight")
             assert shard.data.shape[0] == 1
+            layer = layers[at["pp"]]
+            if layer is None:
+                assert not np.asarray(shard.data).any()
+                continue
+            whole = reader.whole(f"model.layers.{layer}.self_attn.o_proj.weight")
             heads = split_heads(9, 3, spec.tp)
             queries = heads.q_heads[at["tp"] * heads.q_local :][: heads.q_local]
             np.testing.assert_array_equal(shard.data[0].T, heads_of(whole.T, queries))
@@ -173,7 +186,7 @@ def test_a_stage_holds_its_own_layers_in_the_leading_dimension(directory: Path, 
 # What is read
 
 
-@pytest.mark.parametrize("mesh", ["dp=2,tp=4", "dp=8", "tp=3"])
+@pytest.mark.parametrize("mesh", ["dp=2,tp=4", "dp=8", "tp=3", "pp=3,dp=2", "pp=2,tp=3"])
 def test_every_value_of_a_split_tensor_is_read_once_whatever_the_replicas(directory: Path, mesh: str) -> None:
     reader, _, _ = load(directory, mesh)
     for name in reader.names():

@@ -119,6 +119,7 @@ def test_partial_sums_leave_a_sublayer_over_its_width_and_nothing_else(
         ({"experts_over": ("pp",)}, "experts over 'pp': a pipeline stage keeps its own experts; use axes out of dp"),
         ({"experts_over": "ep,ep"}, "experts over 'ep,ep': axis ep is given twice"),
         ({"experts_over": None}, 'experts over None: give axes out of dp, ep, cp, tp, such as "dp,tp"'),
+        ({"expert_slots": 8, "mesh": MeshSpec(pp=2)}, "expert_slots=8 on pp=2: copies of experts are placed where all"),
         ({"pages": 4}, "a plan has no field 'pages': use stages, experts_over, "),
     ],
 )

@@ -6,6 +6,7 @@ import itertools
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -16,8 +17,9 @@ from jaxpar.checkpoint.config import ModelConfig
 from jaxpar.errors import PlanError
 from jaxpar.mesh import MeshSpec
 from jaxpar.pipeline.balance import balanced_layers, layer_work
-from jaxpar.pipeline.stages import aligned, layers_of_stages, moe_layer_of, slots_of
+from jaxpar.pipeline.stages import aligned, layers_of_stages, loads_by_layer, moe_layer_of, slots_of
 from jaxpar.plan import Plan
+from jaxpar.strategies import Step
 
 
 def config(name: str = "llama", **fields: Any) -> ModelConfig:
@@ -157,3 +159,22 @@ def test_an_absent_slot_keeps_a_dense_layer_from_layers_with_experts() -> None:
     assert moe_layer_of(v3, Plan(MeshSpec(pp=2))) == [(0, 0), (1, 0)]
     assert slots_of(v3, Plan(MeshSpec(pp=3))) == ((0, 1, 2),)
     assert moe_layer_of(v3, Plan(MeshSpec(pp=3))) == [(1, 0), (2, 0)]
+
+
+@pytest.mark.parametrize(
+    ("name", "pp", "layers", "dense", "experts"),
+    [("llama", 2, 1, 1, 0), ("deepseek_v3", 2, 2, 1, 1), ("deepseek_v3", 3, 1, 1, 1), ("qwen3_moe_dense", 2, 2, 2, 1)],
+)
+def test_a_step_counts_slots_and_those_of_both_kinds_twice(
+    name: str, pp: int, layers: int, dense: int, experts: int
+) -> None:
+    step = Step(config(name), Plan(MeshSpec(pp=pp)), "decode", lanes=1, tokens=1, keys=16)
+    assert (step.layers, step.dense_layers, step.moe_layers) == (layers, dense, experts)
+
+
+def test_loads_of_slots_become_those_of_layers() -> None:
+    v3, plan = config("deepseek_v3"), Plan(MeshSpec(pp=2, ep=2), stages="1,2")
+    assert slots_of(v3, plan) == ((0, 1), (None, 2))
+    # [stages * ranks of each, MoE slots, E]: stage 0 has no experts.
+    loads = np.arange(4 * 2 * 12).reshape(4, 2, 12)
+    np.testing.assert_array_equal(loads_by_layer(loads, v3, plan), loads[2:])
