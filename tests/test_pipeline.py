@@ -1,0 +1,173 @@
+"""Layers over stages give what transformers computes, for any stages, groups and chunks; what is idle and what hops."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from fractions import Fraction
+from typing import Any
+
+import pytest
+from oracle_checks import assert_logits, assert_tokens, checked_loads
+from oracle_data import EXPERT_ORACLES, ORACLES, ROOT, load_oracle
+from sample_models import open_session, oracle_runner
+
+import jaxpar
+from jaxpar.errors import PlanError
+from jaxpar.ledger.report import make_ledger
+from jaxpar.mesh import MeshSpec
+from jaxpar.pipeline.timetable import decode_timetable, prefill_timetable
+from jaxpar.plan import Plan
+
+pytestmark = pytest.mark.usefixtures("unwritten_pages_are_nan")
+Record = Callable[[str, object], None]
+MESHES = [
+    "pp=2",
+    "pp=3",
+    "pp=4",
+    *(f"pp={pp},{axis}=2" for pp in (2, 3, 4) for axis in ("dp", "ep", "cp", "tp")),
+    "pp=2,cp=2,tp=2",
+    "pp=2,dp=2,tp=2",
+]
+PRODUCT = [
+    (name, mesh)
+    for name, mesh in itertools.product([*ORACLES, *EXPERT_ORACLES], MESHES)
+    if MeshSpec.parse(mesh).pp <= 2 + (name in ("gpt_oss", "deepseek_v3", "qwen3", "qwen3_bf16", "mistral_bf16"))
+    + 2 * (name in ("qwen2_sliding", "qwen3_moe_dense"))
+]  # fmt: skip
+# 2, 3 and 4 stages with each other axis; 2, 3 and 4 layers, which the stages seldom divide; windows, sinks, tied and
+# untied vocabularies, dense layers beside layers with experts, latents.
+CHOICE: list[tuple[str, str, dict[str, Any]]] = [
+    ("qwen3", "pp=2", {"microbatches": 3}),
+    ("qwen2_sliding", "pp=3,tp=2", {"stages": "1,1,2"}),
+    ("gpt_oss", "pp=2,ep=2,tp=2", {"moe_dispatch": "all_to_all", "stages": "1,2"}),
+    ("deepseek_v3", "pp=2,dp=2,tp=2", {"chunk": 8}),
+    ("qwen2_sliding", "pp=4,dp=2", {"chunk": 8, "stages": "balanced"}),
+    ("llama_9_3", "pp=2,cp=2,tp=2", {"chunk": 8, "sequence_parallel": True}),
+    ("qwen3_moe_dense", "pp=4,ep=2", {"chunk": 5, "moe_dispatch": "standard"}),
+    ("deepseek_v3", "pp=3,cp=2", {"experts_over": "cp", "decode_attention": "helix", "chunk": 7}),
+]
+
+
+def assert_is_the_oracle(name: str, mesh: str, record_property: Record | None = None, **plan: Any) -> None:
+    oracle, runner = load_oracle(name), oracle_runner(name, mesh, **{"page_size": 5, **plan})
+    assert oracle.margin > 0.01
+    if record_property is not None:
+        record_property("margin", oracle.margin)
+    assert_logits(runner, oracle.prompts, oracle.logits)
+    assert_tokens(runner, oracle.prompts, oracle.greedy)
+    if runner.config.moe is not None:
+        checked_loads(runner, oracle.prompts, oracle.greedy)
+
+
+@pytest.mark.parametrize(("name", "mesh", "plan"), CHOICE)
+def test_the_last_stage_has_the_logits_and_tokens_of_transformers(
+    name: str, mesh: str, plan: dict[str, Any], record_property: Record
+) -> None:
+    assert_is_the_oracle(name, mesh, record_property, **plan)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("name", "mesh"), PRODUCT)
+def test_the_last_stage_has_the_logits_and_tokens_of_transformers_on_all_meshes(name: str, mesh: str) -> None:
+    assert_is_the_oracle(name, mesh)
+
+
+@pytest.mark.parametrize("microbatches", [1, 2, 3, 5])
+def test_any_number_of_groups_in_rotation_generates_the_same_tokens(microbatches: int) -> None:
+    oracle = load_oracle("llama_9_3")
+    runner = oracle_runner("llama_9_3", "pp=2", page_size=5, microbatches=microbatches)
+    for count in (1, len(oracle.prompts)):
+        made = runner.generate(oracle.prompts[:count], max_new_tokens=len(oracle.greedy[0]), ignore_eos=True)
+        assert [completion.token_ids for completion in made] == oracle.greedy[:count]
+
+
+def test_requests_that_end_at_different_times_leave_the_others_as_they_are() -> None:
+    oracle, runner = load_oracle("llama_9_3"), oracle_runner("llama_9_3", "pp=2", page_size=5, microbatches=3)
+    whole = runner.generate(oracle.prompts, max_new_tokens=6, ignore_eos=True)
+    for count in (1, 3):
+        some = [runner.generate([prompt], max_new_tokens=count, ignore_eos=True)[0] for prompt in oracle.prompts]
+        assert [one.token_ids for one in some] == [one.token_ids[:count] for one in whole]
+
+
+def test_drawn_tokens_do_not_depend_on_stages() -> None:
+    oracle, drawn = load_oracle("llama_9_3"), {"temperature": 0.9, "top_k": 20, "seed": 7, "max_new_tokens": 5}
+    staged, alone = (
+        oracle_runner("llama_9_3", mesh, page_size=5).generate(oracle.prompts, **drawn) for mesh in ("pp=2", "tp=1")
+    )
+    assert [one.token_ids for one in staged] == [one.token_ids for one in alone]
+
+
+def test_unequal_chunks_through_stages_give_the_logits_of_transformers() -> None:
+    oracle, plan = load_oracle("llama_9_3"), {"page_size": 5, "chunk": 8, "chunk_parity": 4}
+    assert_logits(oracle_runner("llama_9_3", "pp=2", **plan), oracle.prompts, oracle.logits)
+
+
+# What is idle
+
+
+@pytest.mark.parametrize(("chunk", "items"), [(19, 1), (8, 3), (2, 10)])
+def test_chunks_of_a_prompt_leave_as_much_idle_as_the_timetable_says(chunk: int, items: int) -> None:
+    runner = oracle_runner("llama_9_3", "pp=2", page_size=5, chunk=chunk)
+    session = open_session(runner, [[1] * 19], 1)
+    assert len(list(session.prefill())) == items
+    assert session.pipe.ticks == items + 1
+    measured = Fraction(session.pipe.idle, 2 * session.pipe.ticks)
+    # (p-1) / (m+p-1) of all slots.
+    assert measured == prefill_timetable(items, 2).idle_share == Fraction(1, items + 1)
+
+
+@pytest.mark.parametrize(("microbatches", "requests"), [(2, 1), (2, 2), (3, 3)])
+def test_groups_in_rotation_leave_as_much_idle_as_the_timetable_says(microbatches: int, requests: int) -> None:
+    runner = oracle_runner("llama_9_3", "pp=2", page_size=5, microbatches=microbatches)
+    session, rounds = open_session(runner, [[1, 2]] * requests, 4), 4
+    latest = {token: 3 for chunk in session.prefill() for token in chunk.decoded.tokens}
+    ticks, idle, tokens = session.pipe.ticks, session.pipe.idle, 0
+    while latest or not session.pipe.is_empty:
+        for step in session.turn(latest):
+            tokens += len(step.rows)
+            latest.update({request: 3 for request in step.rows if tokens <= (rounds - 1) * requests})
+    table = decode_timetable(requests, rounds, 2)
+    assert tokens == rounds * requests
+    assert (session.pipe.ticks - ticks, session.pipe.idle - idle) == (table.ticks, table.idle_slots)
+
+
+# What hops
+
+
+@pytest.mark.parametrize(("mesh", "sent"), [("pp=4", 1), ("pp=4,tp=2", 1), ("pp=2,dp=2", 2)])
+def test_a_decode_step_sends_every_request_s_hidden_state_once_over_each_boundary(mesh: str, sent: int) -> None:
+    plan, config = Plan(MeshSpec.parse(mesh), dtype="bfloat16"), oracle_runner("qwen2_sliding", "tp=1").config
+    counted = make_ledger(config, plan, "decode", 32, 16)
+    (row,) = [row for row in counted.traffic if row.sublayer == "pipeline"]
+    assert counted.differences == []
+    # Every group once: B * D * b in all, of each replica.
+    assert (row.collective, row.axes, row.calls) == ("ppermute", ("pp",), plan.mesh.pp)
+    assert row.sent_bytes == 32 // sent * config.hidden_size * 2
+
+
+def test_a_split_residual_stream_sends_a_slice_of_its_rows() -> None:
+    config = oracle_runner("qwen2_sliding", "tp=1").config
+    whole, split = (
+        make_ledger(config, Plan(MeshSpec(pp=2, tp=2), sequence_parallel=split), "prefill", 1, 32).traffic
+        for split in (False, True)
+    )
+    of_whole, of_split = ([row.sent_bytes for row in rows if row.sublayer == "pipeline"] for rows in (whole, split))
+    assert of_whole == [2 * size for size in of_split]
+
+
+@pytest.mark.parametrize(
+    ("plan", "message"),
+    [
+        ({"two_batch_overlap": True}, "two_batch_overlap with 2 groups of requests"),
+        ({"expert_slots": 8}, "expert_slots=8 on pp=2"),
+    ],
+)
+def test_what_stages_cannot_do_is_refused_with_the_remedy(plan: dict[str, Any], message: str) -> None:
+    with pytest.raises(PlanError, match=message):
+        Plan(MeshSpec(pp=2), **plan)
+
+
+def test_more_stages_than_layers_are_refused_before_anything_is_loaded() -> None:
+    with pytest.raises(PlanError, match="pp=3 for 2 layers: a stage needs one at least; use pp <= 2"):
+        jaxpar.load(ROOT / "llama", mesh="pp=3")
