@@ -63,12 +63,13 @@ class Slot(nnx.Module):
     def feed(self, x: jax.Array, step: StepContext) -> tuple[jax.Array, LayerRecord | None]:
         """Residual rows [R, D] after attention -> after the layer's FFN, and the record of its experts."""
         assert self.ffn is not None
-        added, record = self._through(self.ffn, x, step)
-        out = x + added
-        return out if self.dense is None else out + self._through(self.dense, x, step)[0], record
+        rows, record = self._through(self.ffn, x, x, step)
+        return rows if self.dense is None else self._through(self.dense, x, rows, step)[0], record
 
-    def _through(self, ffn: MLP | MoE, x: jax.Array, step: StepContext) -> tuple[jax.Array, LayerRecord | None]:
-        """What an FFN adds to residual rows [R, D], and the record of its experts."""
+    def _through(
+        self, ffn: MLP | MoE, x: jax.Array, onto: jax.Array, step: StepContext
+    ) -> tuple[jax.Array, LayerRecord | None]:
+        """`onto` [R, D] and what an FFN makes of residual rows `x` [R, D], and the record of its experts."""
         plan, phase = step.plan, step.phase
         name: SublayerName = "moe" if isinstance(ffn, MoE) else "ffn"
         sublayer = plan.sublayer(name, phase)
@@ -77,8 +78,8 @@ class Slot(nnx.Module):
             split = tuple(axis for axis in plan.width_of(name, phase) if axis not in plan.width)
             if isinstance(ffn, MoE):
                 part, record = ffn(h, split, step)
-                return leave(part, sublayer, step.reduction)[: x.shape[0]], record
-            return ffn.down.add_bias(leave(ffn(h, split), sublayer, step.reduction)), None
+                return onto + leave(part, sublayer, step.reduction)[: x.shape[0]], record
+            return onto + ffn.down.add_bias(leave(ffn(h, split), sublayer, step.reduction)), None
 
 
 def _mlp(config: ModelConfig, plan: Plan, layers: Layers) -> MLP:
