@@ -39,6 +39,8 @@ PLANS: list[tuple[str, dict[str, Any]]] = [
     ("ep=2,cp=3,tp=2", {"decode_attention": "helix"}),
     ("cp=2,tp=2", {"experts_over": "tp", "decode_attention": "helix", "sequence_parallel": True}),
     ("ep=2,tp=2", {"two_batch_overlap": True}),
+    # One slot holds the dense layer of the first stage and the experts of the second.
+    ("pp=2,ep=2,tp=2", {"stages": "2,1", "devices_per_node": 2}),
 ]
 # Options of a dispatch, on meshes with nodes.
 OPTIONS: list[dict[str, Any]] = [

@@ -6,6 +6,7 @@ Programs are only traced, on abstract meshes: 64 ranks need no device.
 from __future__ import annotations
 
 import inspect
+import itertools
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -62,6 +63,8 @@ LATENT = replace(
 )
 MESHES = ["tp=1", "dp=8", "tp=3", "dp=2,tp=4", "dp=4,ep=2,tp=8"]
 CP_MESHES = ["cp=3,tp=2", "dp=2,cp=2,tp=2", "dp=2,cp=4,tp=8"]
+# Three layers: of two stages the second has an empty slot, of three each has one with a window of its own.
+PP_MESHES = ["pp=2,dp=2,tp=2", "pp=3,cp=2,tp=2"]
 KINDS: dict[str, dict[str, bool]] = {"greedy": {}, "sampled": {"sampled": True}, "logits": {"logits": True}}
 # Nine query heads over tp 8 leave two on a rank, which four ranks of cp cannot share by Ulysses.
 REFUSED = [("dp=2,cp=4,tp=8", "prefill_attention=ulysses")]
@@ -79,6 +82,13 @@ IN_16_BITS = [
     if program.values[0] in ("dp=2,tp=4", "dp=2,cp=2,tp=2") and (dtype == "bfloat16" or program.values[1] == "default")
 ]
 OF_LATENTS = every_program("tp=3", "cp=3,tp=2", "dp=2,cp=4,tp=2")
+PROGRAMS += [
+    pytest.param(mesh, choice, phase, kind, id=f"{mesh}-{choice}-{phase}-{kind}")
+    for mesh, (choice, kind) in itertools.product(
+        PP_MESHES, [*(("default", kind) for kind in KINDS), ("sequence_parallel", "greedy")]
+    )
+    for phase in PHASES
+]
 ALONE = [program for program in PROGRAMS if program.values[0] in ("tp=1", "dp=8")]
 
 

@@ -6,7 +6,6 @@ import itertools
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -17,7 +16,7 @@ from jaxpar.checkpoint.config import ModelConfig
 from jaxpar.errors import PlanError
 from jaxpar.mesh import MeshSpec
 from jaxpar.pipeline.balance import balanced_layers, layer_work
-from jaxpar.pipeline.stages import aligned, layers_of_stages, loads_by_layer, moe_layer_of, slots_of
+from jaxpar.pipeline.stages import aligned, layers_of_stages, moe_layer_of, slots_of
 from jaxpar.plan import Plan
 from jaxpar.strategies import Step
 
@@ -170,11 +169,3 @@ def test_a_step_counts_slots_and_those_of_both_kinds_twice(
 ) -> None:
     step = Step(config(name), Plan(MeshSpec(pp=pp)), "decode", lanes=1, tokens=1, keys=16)
     assert (step.layers, step.dense_layers, step.moe_layers) == (layers, dense, experts)
-
-
-def test_loads_of_slots_become_those_of_layers() -> None:
-    v3, plan = config("deepseek_v3"), Plan(MeshSpec(pp=2, ep=2), stages="1,2")
-    assert slots_of(v3, plan) == ((0, 1), (None, 2))
-    # [stages * ranks of each, MoE slots, E]: stage 0 has no experts.
-    loads = np.arange(4 * 2 * 12).reshape(4, 2, 12)
-    np.testing.assert_array_equal(loads_by_layer(loads, v3, plan), loads[2:])

@@ -15,7 +15,7 @@ from jaxpar.tables import counted, human_bytes, table
 
 def render(ledger: Ledger, preset: Preset | None = None) -> Group:
     """Traffic, FLOPs and memory of one rank; `preset` adds what its device offers."""
-    parts: list[RenderableType] = [Text(_headline(ledger)), "", _steps(ledger), "", *_auto(ledger)]
+    parts: list[RenderableType] = [Text(_headline(ledger)), *_stages(ledger), "", _steps(ledger), "", *_auto(ledger)]
     parts += [_traffic(ledger), "", _flops(ledger), "", *_work(ledger), _memory(ledger, preset), ""]
     parts += [*_latents(ledger), Text(_verdict(ledger))]
     return Group(*parts)
@@ -33,6 +33,13 @@ def _headline(ledger: Ledger) -> str:
         f"{counted(ledger.batch, 'request')} of {counted(ledger.seq, 'token')} on "
         f"{counted(mesh.dp * mesh.ep, 'replica')}; what one rank does"
     )
+
+
+def _stages(ledger: Ledger) -> list[RenderableType]:
+    if len(ledger.stages) == 1:
+        return []
+    layers = ", ".join(map(str, ledger.stages))
+    return [Text(f"Stages of {layers} layers; a step is a tick of all of them, and {ledger.idle_share:.2%} are idle")]
 
 
 def _steps(ledger: Ledger) -> RenderableType:

@@ -30,6 +30,7 @@ from jaxpar.ledger.rounds import Rounds, all_flops, all_rounds, count_rounds, lo
 from jaxpar.ledger.trace import trace_traffic
 from jaxpar.ledger.traffic import Traffic, compare, merge, times
 from jaxpar.ledger.work import Work, prefill_work
+from jaxpar.pipeline.stages import layers_of_stages
 from jaxpar.plan import PHASES, Phase, Plan
 from jaxpar.program import Programs
 from jaxpar.registry import reasons
@@ -82,6 +83,7 @@ class Ledger:
     Over pp a step of the program is a tick of the pipeline, in which each stage works on a group of requests: a decode
     step is as many ticks as all groups take one after another, a prefill all ticks until the pipeline is empty again.
 
+    `stages` are the layers of each stage, and `idle_share` the part of all ticks in which a stage has nothing to do.
     `steps` are those of different sizes, in order. Sizes are those that the engine runs: lanes, tokens, page tables and
     the pool of `pages` pages are rounded up. `cache_bytes` is the pool that a rank holds, `needed_cache_bytes` the part
     that the tokens asked for need, `copied_cache_bytes` what of all ranks' pools other ranks of tp hold, too, or is
@@ -93,6 +95,8 @@ class Ledger:
     phase: Phase
     batch: int
     seq: int
+    stages: tuple[int, ...]
+    idle_share: float
     steps: list[StepLedger]
     pages: int
     weight_bytes: int
@@ -140,6 +144,8 @@ class Ledger:
             "phase": self.phase,
             "batch": self.batch,
             "context": self.seq,
+            "stages": self.stages,
+            "idle_share": self.idle_share,
             "steps": [_step_json(part) for part in self.steps],
             "traffic": [asdict(row) for row in self.traffic],
             "sent_bytes": self.sent_bytes,
@@ -255,6 +261,8 @@ def make_ledger(
         phase=phase,
         batch=batch,
         seq=seq,
+        stages=layers_of_stages(config, plan),
+        idle_share=_idle_share(phase, batch, len(steps), plan),
         steps=counted,
         pages=pages,
         weight_bytes=local_bytes(weights, programs.weight_specs, sizes),
@@ -265,6 +273,12 @@ def make_ledger(
         work=prefill_work(config, plan, seq, batch) if phase == "prefill" else None,
         compiled=_compile(programs, mesh, largest, pages) if isinstance(mesh, Mesh) else None,
     )
+
+
+def _idle_share(phase: Phase, batch: int, ticks: int, plan: Plan) -> float:
+    """Of the ticks of a prefill, or of those between one token of each request and the next."""
+    items = groups_in(batch, plan) if phase == "decode" else ticks - plan.mesh.pp + 1
+    return 1 - items / ticks
 
 
 def _latents(programs: Programs, values: int) -> Latents:

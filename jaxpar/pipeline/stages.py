@@ -15,8 +15,6 @@ from __future__ import annotations
 
 from functools import lru_cache
 
-import numpy as np
-
 from jaxpar.checkpoint.config import ModelConfig
 from jaxpar.errors import PlanError
 from jaxpar.pipeline.balance import balanced_layers, even_layers, layer_work
@@ -82,17 +80,6 @@ def moe_layer_of(config: ModelConfig, plan: Plan) -> list[tuple[int, int]]:
     slots = [experts for layers in slots_of(config, plan) if (experts := by_kind(config, layers)[1]) is not None]
     places = {layer: (stage, place) for place, slot in enumerate(slots) for stage, layer in enumerate(slot)}
     return [places[layer] for layer in sorted(layer for layer in places if layer is not None)]
-
-
-def loads_by_layer(loads: np.ndarray, config: ModelConfig, plan: Plan) -> np.ndarray:
-    """What the ranks of all stages count for their slots [ranks, MoE slots, E], stages outermost, by layer.
-
-    Returns:
-        [ranks of a stage, MoE layers, E].
-    """
-    stages, places = (list(column) for column in zip(*moe_layer_of(config, plan), strict=True))
-    by_stage = loads.reshape(plan.mesh.pp, -1, *loads.shape[1:])
-    return np.moveaxis(by_stage[stages, :, places], 0, 1)
 
 
 @lru_cache(maxsize=64)
