@@ -26,6 +26,7 @@ from jaxpar.cli.output import OUT, print_json, progress, table
 from jaxpar.cli.plan_options import takes_plan
 from jaxpar.cli.prompts import builtin_prompts, read_prompts
 from jaxpar.errors import RequestError
+from jaxpar.tables import counted
 
 if TYPE_CHECKING:
     from jaxpar.checkpoint import Checkpoint
@@ -128,11 +129,12 @@ def verdict(verification: Verification, runner: Runner) -> str:
     ranks = len({result.rank for result in verification.results})
     tokens = sum(map(len, verification.tokens))
     ties = sum(result.ties for result in verification.results)
-    idle = runner.plan.mesh.size - ranks
+    mesh = runner.plan.mesh
+    idle = mesh.size // mesh.pp - ranks
     remedy = "" if verification.passed else "; verify's --tolerance sets another"
     return (
-        f"{'PASSED' if verification.passed else 'FAILED'}: {runner.plan.mesh} against one device in "
-        f"{runner.plan.dtype}, {tokens} tokens on {ranks} rank{'s' * (ranks > 1)}"
+        f"{'PASSED' if verification.passed else 'FAILED'}: {mesh} against one device in "
+        f"{runner.plan.dtype}, {tokens} tokens on {counted(ranks, 'rank')}{' of the last stage' * (mesh.pp > 1)}"
         + (f" ({idle} idle: fewer prompts than replicas)" if idle else "")
         + f"; logits differ by at most {verification.max_difference:.2e} "
         f"(tolerance {verification.tolerance:g}{remedy}), "
