@@ -5,7 +5,7 @@ Over no axes every function is the identity, so that the program of one device h
 
 from jaxpar.collectives.exchange import enter, leave, pick_rows
 from jaxpar.collectives.move import Pieces, all_gather, all_to_all, ragged_all_to_all, ragged_all_to_all_into, shift
-from jaxpar.collectives.reduce import all_max, all_min, all_sum, rank_index, scatter_sum
+from jaxpar.collectives.reduce import all_max, all_min, all_sum, rank_index, scatter_sum, sum_in_groups
 from jaxpar.collectives.types import to_varying, varying_axes
 
 __all__ = [
@@ -23,6 +23,7 @@ __all__ = [
     "rank_index",
     "scatter_sum",
     "shift",
+    "sum_in_groups",
     "to_varying",
     "varying_axes",
 ]

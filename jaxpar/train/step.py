@@ -107,6 +107,8 @@ class TrainPrograms:
             )
         if self._dispatch and plan.moe_capacity:
             raise PlanError(f"moe_capacity={plan.moe_capacity}: training drops no token; leave it out")
+        if plan.kv_split != "replicate":
+            raise PlanError(f"kv_split={plan.kv_split!r}: training keeps heads whole; leave it out")
         if plan.expert_slots:
             raise PlanError(f"expert_slots={plan.expert_slots}: copies of an expert would learn apart; leave it out")
         self.optimizer = Optimizer(settings, self.programs.weights)
