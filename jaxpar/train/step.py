@@ -68,6 +68,8 @@ class TrainPrograms:
         """
         if plan.dtype != "float32":
             raise PlanError(f"dtype={plan.dtype}: small updates would be rounded away; train in float32")
+        if plan.kv_split != "replicate":
+            raise PlanError(f"kv_split={plan.kv_split!r}: training keeps heads whole; leave it out")
         self.programs = Programs(config, plan, mesh)
         self.config, self.plan, self.settings = config, plan, settings
         replicas = plan.mesh.extent(("dp", "ep"))
@@ -107,8 +109,6 @@ class TrainPrograms:
             )
         if self._dispatch and plan.moe_capacity:
             raise PlanError(f"moe_capacity={plan.moe_capacity}: training drops no token; leave it out")
-        if plan.kv_split != "replicate":
-            raise PlanError(f"kv_split={plan.kv_split!r}: training keeps heads whole; leave it out")
         if plan.expert_slots:
             raise PlanError(f"expert_slots={plan.expert_slots}: copies of an expert would learn apart; leave it out")
         self.optimizer = Optimizer(settings, self.programs.weights)
