@@ -78,6 +78,11 @@ def test_prefill_is_sent_least_with_the_rest_in_requests_and_most_with_scores_su
     assert sent == sorted(sent) and sent[3] > 2 * sent[2] > 4 * sent[0]
 
 
+def test_prefill_of_a_single_prompt_is_sent_least_with_the_rest_in_cp() -> None:
+    costs = of_70b("prefill", 1, 4096)
+    assert min(costs, key=lambda name: costs[name].sent_bytes) == "rest to cp"
+
+
 def test_what_decode_sends_of_scores_grows_with_the_context_and_nothing_else_does() -> None:
     short, long = of_70b("decode", 1, 4096), of_70b("decode", 1, 8192)
     for name in ("copies of heads", "rest to cp", "rest to dp"):
