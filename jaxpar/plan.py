@@ -20,6 +20,7 @@ Phase = Literal["prefill", "decode"]
 PHASES: tuple[Phase, ...] = ("prefill", "decode")
 SublayerName = Literal["attention", "ffn", "moe", "vocabulary"]
 DTYPES = ("float32", "bfloat16", "float16")
+KV_SPLITS = ("replicate", "head_dim")
 # Fields that are whole numbers, and the least that each may be.
 _NUMBERS = {
     "cp_interleave": 1,
@@ -69,6 +70,8 @@ class Plan:
     are joined by fast links (0: no nodes are known). `expert_slots` is how many experts all ranks together have room
     for: those left over hold copies of hot ones (0: each expert lies once, in order). `rebalance_every` moves experts
     by the loads of the latest steps, every so many steps, a layer between two steps (0: never).
+    `kv_split` is what becomes of KV heads where tp is more: "replicate" stores copies of them, "head_dim" splits each
+    along its dimensions (`heads.py`), and sums scores over the ranks that share it.
     `layout` deals the tokens of a prefill chunk over cp, `cp_interleave` is the number of positions that follow one
     another on a rank where they are striped. `ulysses_degree` is how much of cp `usp` gives to its all-to-all (0: as
     much as KV heads allow). `decode_overlap` is the number of parts in which a decode step's requests go through
@@ -94,6 +97,7 @@ class Plan:
     devices_per_node: int = 0
     expert_slots: int = 0
     rebalance_every: int = 0
+    kv_split: str = "replicate"
     layout: str = "striped"
     cp_interleave: int = 1
     prefill_attention: str = "auto"
@@ -147,6 +151,8 @@ class Plan:
             )
         if not isinstance(self.layout, str) or self.layout not in LAYOUTS:
             raise PlanError(f"layout={shown(self.layout)} is not a layout: use one of {', '.join(LAYOUTS)}")
+        if not isinstance(self.kv_split, str) or self.kv_split not in KV_SPLITS:
+            raise PlanError(f"kv_split={shown(self.kv_split)} is unknown: use {' or '.join(KV_SPLITS)}")
         for name in ("moe_dispatch", "prefill_attention", "decode_attention", "all_reduce"):
             if not isinstance(getattr(self, name), str):
                 default = getattr(Plan, name)

@@ -310,7 +310,9 @@ class Programs:
     ) -> StepContext:
         """What the layers share of one batch."""
         plan, config, phase = self.plan, self.config, step.phase
-        cos, sin = angles(batch.positions.reshape(-1), config.rope, config.rope_head_dim)
+        parts = step.heads.parts
+        rank = rank_index(plan.width) if parts > 1 else 0
+        cos, sin = angles(batch.positions.reshape(-1), config.rope, config.rope_head_dim, rank, parts)
         chosen_attention = strategies[f"{phase}_attention"]
         attention = bound(chosen_attention, batch.positions, store.key_positions, plan, phase)
         query_axes = plan.active(chosen_attention.query_axes)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 
-from jaxpar.attention import local
+from jaxpar.attention import head_dim, local
 from jaxpar.attention.decode import a2a, ag_rs, helix, q_replicated
 from jaxpar.attention.prefill import all_gather, auto, ring, ring_q, ulysses, usp
 from jaxpar.collectives.reductions import psum
@@ -21,12 +21,14 @@ STRATEGIES: tuple[Strategy, ...] = (
     embedding.STRATEGY,
     send_recv.STRATEGY,
     local.PREFILL,
+    head_dim.PREFILL,
     ring.STRATEGY,
     ring_q.STRATEGY,
     all_gather.STRATEGY,
     ulysses.STRATEGY,
     usp.STRATEGY,
     local.DECODE,
+    head_dim.DECODE,
     ag_rs.STRATEGY,
     a2a.STRATEGY,
     q_replicated.STRATEGY,
@@ -64,8 +66,8 @@ def find(sublayer: str, name: str) -> Strategy:
 def chosen(step: Step) -> dict[str, Strategy]:
     """The strategy that runs each sublayer of a step, in the order of the forward pass.
 
-    Without cp every attention is `local`, without ranks to split experts over their dispatch is. PlanError where a
-    strategy refuses the step's shapes.
+    Without cp every attention is `local`, or `head_dim` where the plan splits KV heads inside; without ranks to split
+    experts over their dispatch is `local`. PlanError where a strategy refuses the step's shapes.
     """
     names = {sublayer: name if choice is None else choice.name for sublayer, name, choice in _choices(step)}
     picked = {sublayer: find(sublayer, name) for sublayer, name in names.items()}
@@ -87,7 +89,8 @@ def _choices(step: Step) -> Iterator[tuple[str, str, Choice | None]]:
         if sublayer == "moe_dispatch" and not step.moe_layers:
             continue
         if sublayer in AUTO and not (step.plan.experts if sublayer == "moe_dispatch" else step.plan.sequence):
-            yield sublayer, "local", None
+            inside = sublayer != "moe_dispatch" and step.heads.parts > 1
+            yield sublayer, head_dim.PREFILL.name if inside else "local", None
         else:
             yield sublayer, name, AUTO[sublayer](step) if is_auto else None
 

@@ -11,7 +11,7 @@ import numpy as np
 
 from jaxpar.attention.planes import planes_of
 from jaxpar.checkpoint.config import ModelConfig
-from jaxpar.heads import HeadLayout, split_heads
+from jaxpar.heads import HeadLayout, heads_of
 from jaxpar.ledger.traffic import SENT_BYTES, Traffic
 from jaxpar.moe.slots import slots_per_rank
 from jaxpar.pipeline.stages import Layers, by_kind, slots_of
@@ -75,7 +75,7 @@ class Step:
     @cached_property
     def heads(self) -> HeadLayout:
         """How heads are dealt over tp."""
-        return split_heads(self.config.num_attention_heads, self.config.num_key_value_heads, self.plan.mesh.tp)
+        return heads_of(self.config, self.plan)
 
     @property
     def heads_over_cp(self) -> int:
@@ -168,13 +168,15 @@ class Share(NamedTuple):
     """What one rank of cp attends to in a step.
 
     `blocks` are what goes together: the ranks whose tokens, and the ranks whose keys. For them the rank computes
-    `heads` query heads, `real` of which are neither copies nor padding, `group` of them to a KV head.
+    `heads` query heads, `real` of which are neither copies nor padding, `group` of them to a KV head. `all_tiles`: also
+    those in which no query sees a key.
     """
 
     blocks: list[tuple[list[int], list[int]]]
     heads: int
     real: int
     group: int
+    all_tiles: bool = False
 
 
 def own_share(step: Step, rank: int) -> Share:

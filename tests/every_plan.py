@@ -14,7 +14,7 @@ _FIELDS = {field.name for field in fields(Plan)}
 _BY_FIELD = {
     f"{strategy.sublayer}={strategy.name}": {strategy.sublayer: strategy.name}
     for strategy in STRATEGIES
-    if strategy.sublayer in _FIELDS and strategy.name != "local"
+    if strategy.sublayer in _FIELDS and strategy.name not in ("local", "head_dim")
 }
 CHOICES: Mapping[str, Mapping[str, Any]] = {
     "default": {},
@@ -25,6 +25,7 @@ CHOICES: Mapping[str, Mapping[str, Any]] = {
     "sequence_parallel": {"sequence_parallel": True},
     "sequence_parallel,helix": {"sequence_parallel": True, "decode_attention": "helix"},
     "two_batches": {"two_batch_overlap": True},
+    "head_dim": {"kv_split": "head_dim"},
 }
 """Keyword arguments of plans, by the name that tests show."""
 
@@ -39,6 +40,9 @@ def phases_of(choice: str, mesh: str) -> tuple[Phase, ...]:
         return PHASES if min(sizes.dp, sizes.tp) > 1 else ()
     if chosen.get("sequence_parallel") and (len(chosen) == 1 or sizes.cp > 1):
         return PHASES
+    if "kv_split" in chosen:
+        # The walked models have 3 KV heads, and 8 or 10 dimensions of each.
+        return PHASES if sizes.tp == 6 else ()
     of_cp = [phase for phase in PHASES if sizes.cp > 1 and f"{phase}_attention" in chosen]
     if chosen.get("ulysses_degree", 1) > 1 and sizes.cp % chosen["ulysses_degree"]:
         return ()

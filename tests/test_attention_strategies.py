@@ -29,7 +29,7 @@ from jaxpar.strategies import Strategy
 from jaxpar.train.attention import attend_whole
 
 LANES, KEYS, SCALE = 3, 13, 0.4
-OVER_CP = [strategy for strategy in STRATEGIES if strategy.sublayer.endswith("_attention") and strategy.name != "local"]
+OVER_CP = [strategy for strategy in STRATEGIES if strategy.sublayer.endswith("_attention") and "cp" in strategy.axes]
 NOPE, ROPE, VALUE, RANK = 6, 4, 8, 12
 # Five heads of latents, or five to each of two KV heads: neither two nor three ranks share them evenly.
 KINDS = ["heads", "latents"]

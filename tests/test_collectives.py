@@ -26,6 +26,7 @@ from jaxpar.collectives import (
     rank_index,
     scatter_sum,
     shift,
+    sum_in_groups,
     varying_axes,
 )
 from jaxpar.collectives.reduction import NATIVE
@@ -75,6 +76,19 @@ def test_sums_and_maxima_run_within_each_group_of_the_named_axis(mesh: str) -> N
     np.testing.assert_array_equal(top.reshape(spec.dp, 4, 3), codes.max(1)[:, None, None] + base)
     low = on_ranks(lambda x: all_min(x, ("dp",)), mesh, P("tp"))
     np.testing.assert_array_equal(low.reshape(spec.tp, 4, 3), codes.min(0)[:, None, None] + base)
+
+
+@pytest.mark.parametrize("dimension", [0, 1])
+@pytest.mark.parametrize(("mesh", "groups"), [("dp=2,tp=4", [[0, 1], [2, 3]]), ("tp=6", [[0, 1, 2], [3, 4, 5]])])
+def test_a_sum_in_groups_of_an_axis_is_on_every_rank_of_each_whatever_divides_the_array(
+    mesh: str, groups: list[list[int]], dimension: int
+) -> None:
+    spec = MeshSpec.parse(mesh)
+    codes = np.arange(spec.size).reshape(-1, len(groups[0]))
+    found = on_ranks(lambda x: sum_in_groups(x, ("tp",), groups, dimension)[None], mesh, P(spec.active(AXES)))
+    base = 10.0 * np.arange(4)[:, None] + np.arange(3)
+    expected = np.repeat(100.0 * codes.sum(axis=1), len(groups[0]))[:, None, None] + len(groups[0]) * base
+    np.testing.assert_array_equal(found, expected)
 
 
 def test_a_sum_over_two_axes_is_over_all_their_ranks() -> None:

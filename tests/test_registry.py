@@ -68,9 +68,11 @@ PP_MESHES = ["pp=2,dp=2,tp=2", "pp=3,cp=2,tp=2"]
 KINDS: dict[str, dict[str, bool]] = {"greedy": {}, "sampled": {"sampled": True}, "logits": {"logits": True}}
 # Nine query heads over tp 8 leave two on a rank, which four ranks of cp cannot share by Ulysses.
 REFUSED = [("dp=2,cp=4,tp=8", "prefill_attention=ulysses")]
+# Twice as many ranks of tp as KV heads, of interest to what splits those alone.
+INSIDE = [program for program in every_program("dp=2,tp=6") if program[1] == "head_dim"]
 PROGRAMS = [
     pytest.param(mesh, choice, phase, kind, id=f"{mesh}-{choice}-{phase}-{kind}")
-    for mesh, choice, phase in every_program(*MESHES, *CP_MESHES)
+    for mesh, choice, phase in [*every_program(*MESHES, *CP_MESHES), *INSIDE]
     for kind in KINDS
     # How attention runs is nothing to the head and to sampling, where the residual stream lies is.
     if (mesh, choice) not in REFUSED and (kind == "greedy" or choice == "default" or "sequence_parallel" in choice)
@@ -258,7 +260,7 @@ def test_an_unknown_strategy_is_refused_with_those_that_there_are() -> None:
     with pytest.raises(PlanError, match=r"^all_reduce='tree' is not a strategy: use psum$"):
         find("all_reduce", "tree")
     with pytest.raises(
-        PlanError, match=r"^prefill_attention='flat' is not a strategy: use all_gather, auto, local, ri"
+        PlanError, match=r"^prefill_attention='flat' is not a strategy: use all_gather, auto, head_dim, local, ri"
     ):
         chosen(Step(CONFIG, Plan(prefill_attention="flat"), "prefill", lanes=2, tokens=5, keys=12))
 

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jaxpar.attention.latent import Bag, Latent, attend_absorbed, expand
 from jaxpar.attention.partial import Partial, Window, with_sinks
 from jaxpar.attention.tiles import attend
+from jaxpar.collectives.move import Groups
 
 
 class Inputs(NamedTuple):
@@ -20,7 +21,8 @@ class Inputs(NamedTuple):
     `latent`, the latents and rotated keys [1, B, S, size] of which it makes keys and values.
     `q_positions` [B, T], `k_positions` [B, S]; -1 is padding. `window` is that of the layer or None, `scale` goes on
     the scores. `sinks` [K * group] are logits that take part in the softmax of their query head and have no value
-    (gpt_oss), or None.
+    (gpt_oss), or None. Where heads are split inside, each size d is a rank's slice of it, and `groups` are the ranks of
+    tp that have slices of the same heads.
     """
 
     q: jax.Array
@@ -32,6 +34,7 @@ class Inputs(NamedTuple):
     group: int
     sinks: jax.Array | None = None
     latent: Latent | None = None
+    groups: Groups = None
 
     @property
     def kv_heads(self) -> int:

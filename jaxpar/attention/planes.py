@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from jaxpar.attention.cache import Plane
 from jaxpar.checkpoint.config import ModelConfig
-from jaxpar.heads import split_heads
+from jaxpar.heads import heads_of
 from jaxpar.plan import Plan
 
 
 def planes_of(config: ModelConfig, plan: Plan) -> list[Plane]:
-    """Two planes: keys (rotated) and values of every rank's KV heads, which lie over tp.
+    """Two planes: keys (rotated) and values of every rank's KV heads, or slices of them, which lie over tp.
 
     Of multi-head latent attention (arXiv:2405.04434) the latent and the rotated key, one of each for all heads: every
     rank of tp needs the whole of it, and has it.
@@ -17,8 +17,9 @@ def planes_of(config: ModelConfig, plan: Plan) -> list[Plane]:
     if config.mla is not None:
         sizes = {"latent": config.mla.kv_lora_rank, "rope": config.mla.qk_rope_head_dim}
         return [Plane(name, 1, size, ()) for name, size in sizes.items()]
-    heads = split_heads(config.num_attention_heads, config.num_key_value_heads, plan.mesh.tp)
-    return [Plane(name, heads.tp * heads.kv_local, config.head_dim, plan.width) for name in ("k", "v")]
+    heads = heads_of(config, plan)
+    size = heads.slice_of(config.head_dim)
+    return [Plane(name, heads.tp * heads.kv_local, size, plan.width) for name in ("k", "v")]
 
 
 def values_a_token(config: ModelConfig, plan: Plan) -> int:

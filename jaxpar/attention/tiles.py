@@ -9,7 +9,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxpar.attention.partial import Partial, Window, masked, no_keys, products, weighted_values
+from jaxpar.attention.online import Cells, Sums, added, closed, opened
+from jaxpar.attention.partial import Partial, Window, no_keys
 from jaxpar.collectives.types import match_varying
 
 TILE_ROWS, KEY_TILE = 256, 128
@@ -107,8 +108,8 @@ def attend(
     heads, lanes, queries, group, _ = q.shape
     sizes = tile_sizes(queries, k.shape[2], group)
     if sizes.queries == queries and sizes.keys == k.shape[2]:
-        start = None if onto is None else _opened(onto)
-        return _closed(_added(start, _Cells(q, k, v, q_positions, k_positions), window, scale))
+        start = None if onto is None else opened(onto)
+        return closed(added(start, Cells(q, k, v, q_positions, k_positions), window, scale))
 
     def cells(x: jax.Array, tile: int) -> jax.Array:
         """[K, B, length, ...] -> [1, K * B, whole tiles, ...]."""
@@ -121,7 +122,7 @@ def attend(
 
     at = _whole(q_positions, 1, sizes.queries, -1), _whole(k_positions, 1, sizes.keys, -1)
     work = _Work(
-        _Cells(cells(q, sizes.queries), cells(k, sizes.keys), cells(v, sizes.keys), *(alike(x)[None] for x in at)),
+        Cells(cells(q, sizes.queries), cells(k, sizes.keys), cells(v, sizes.keys), *(alike(x)[None] for x in at)),
         alike(seen_tiles(*at, sizes.queries, sizes.part, window)),
         alike(full_tiles(*at, sizes.queries, sizes.keys, window)),
         None if onto is None else Partial(*(cells(x, sizes.queries) for x in onto)),
@@ -139,61 +140,13 @@ def _whole(x: jax.Array, axis: int, tile: int, value: int) -> jax.Array:
     return lax.pad(x, jnp.asarray(value, x.dtype), widths)
 
 
-class _Cells(NamedTuple):
-    """Queries and keys of [K, B] cells, each one KV head of one lane, as `attend` takes them."""
-
-    q: jax.Array
-    k: jax.Array
-    v: jax.Array
-    q_positions: jax.Array
-    k_positions: jax.Array
-
-
 class _Work(NamedTuple):
     """[1, C] `cells`, with positions of that shape too; by cell the parts of tiles that are seen, and full tiles."""
 
-    cells: _Cells
+    cells: Cells
     seen: jax.Array
     full: jax.Array
     onto: Partial | None
-
-
-class _Sums(NamedTuple):
-    """A softmax under way: the sums of values [K, B, T, G, d] and of ones, each weighted by exp(score - top)."""
-
-    out: jax.Array
-    top: jax.Array
-    total: jax.Array
-
-
-def _opened(part: Partial) -> _Sums:
-    nothing = jnp.isneginf(part.lse)
-    return _Sums(jnp.where(nothing[..., None], 0.0, part.out), part.lse, jnp.where(nothing, 0.0, 1.0))
-
-
-def _closed(sums: _Sums) -> Partial:
-    safe = jnp.where(sums.total == 0, 1.0, sums.total)
-    return Partial(sums.out / safe[..., None], jnp.where(sums.total == 0, -jnp.inf, sums.top + jnp.log(safe)))
-
-
-def _added(sums: _Sums | None, x: _Cells, window: Window, scale: float, full: bool = False) -> _Sums:
-    """`sums` (None: of no keys) with the keys of `x` in them; `full`: every query of `x` sees every key of it."""
-    scores, v = products(x.q, x.k), x.v
-    if not full:
-        scores = masked(scores, x.q_positions, x.k_positions, window)
-        # An entry without a key may be NaN, and its weight of 0 would not hide it.
-        v = jnp.where((x.k_positions >= 0)[None, :, :, None], v, jnp.zeros((), v.dtype))
-    # The maximum is scaled, not the scores: XLA:CPU would write scaled scores out for it.
-    top = scores.max(axis=-1).reshape(x.q.shape[:-1]) * scale
-    top = top if sums is None else jnp.maximum(sums.top, top)
-    base = jnp.where(jnp.isneginf(top), 0.0, top)
-    weights = jnp.exp(scores * scale - base.reshape(*scores.shape[:-1], 1))
-    out = weighted_values(weights.astype(v.dtype), v).reshape(*top.shape, v.shape[-1])
-    total = weights.sum(axis=-1).reshape(top.shape)
-    if sums is None:
-        return _Sums(out, top, total)
-    kept = jnp.exp(sums.top - base)
-    return _Sums(sums.out * kept[..., None] + out, top, sums.total * kept + total)
 
 
 def _in_tiles(sizes: Tiles, window: Window, scale: float, count: int, work: _Work) -> Partial:
@@ -219,13 +172,13 @@ def _in_tiles(sizes: Tiles, window: Window, scale: float, count: int, work: _Wor
         def whole(done: Partial, fresh: bool = False) -> Partial:
             q = cut(x.q, q_start, sizes.queries)
 
-            def add(sums: _Sums, k_start: Any, length: int, full: bool = False) -> _Sums:
+            def add(sums: Sums, k_start: Any, length: int, full: bool = False) -> Sums:
                 k, v, k_at = (cut(y, k_start, length) for y in (x.k, x.v, x.k_positions))
                 q_at = cut(x.q_positions, q_start, sizes.queries)
-                return _added(sums, _Cells(q, k, v, q_at[0], k_at[0]), window, scale, full)
+                return added(sums, Cells(q, k, v, q_at[0], k_at[0]), window, scale, full)
 
-            def tile(column: jax.Array, sums: _Sums) -> _Sums:
-                def some(sums: _Sums) -> _Sums:
+            def tile(column: jax.Array, sums: Sums) -> Sums:
+                def some(sums: Sums) -> Sums:
                     for place in (column * parts + part for part in range(parts)):
                         with_part = partial(add, k_start=place * sizes.part, length=sizes.part)
                         sums = lax.cond(seen[block, row, place], with_part, _same, sums)
@@ -239,7 +192,7 @@ def _in_tiles(sizes: Tiles, window: Window, scale: float, count: int, work: _Wor
                 if fresh
                 else Partial(*(cut(y, q_start, sizes.queries) for y in done))
             )
-            ended = _closed(lax.fori_loop(0, columns, tile, _opened(held)))
+            ended = closed(lax.fori_loop(0, columns, tile, opened(held)))
             into = zip(done, ended, strict=True)
             return Partial(
                 *(lax.dynamic_update_slice(y, z, at(q_start, y), allow_negative_indices=False) for y, z in into)

@@ -29,6 +29,9 @@ def ledger(
             metavar="FILE", help="Loads of experts, JSON as `jaxpar balance` takes it, in place of even ones."
         ),
     ] = None,
+    compare: Annotated[
+        bool, typer.Option("--compare", help="Where tp exceeds the KV heads: the four answers to it, side by side.")
+    ] = False,
     compile_: Annotated[
         bool, typer.Option("--compile/--no-compile", help="Ask the compiler for temporaries and collectives.")
     ] = True,
@@ -39,12 +42,14 @@ def ledger(
 ) -> None:
     """Count what a phase sends, its FLOPs and its memory.
 
-    No weights are needed. Exit status 1 if what is predicted and what is traced differ.
+    No weights are needed. Exit status 1 if what is predicted and what is traced differ (--compare predicts alone).
     """
     from jaxpar.assets import model_dir
     from jaxpar.checkpoint import open_checkpoint
     from jaxpar.devices import ensure_devices, make_mesh
+    from jaxpar.ledger.compare import compare_answers
     from jaxpar.ledger.render import render
+    from jaxpar.ledger.render_compare import render_answers
     from jaxpar.ledger.report import make_ledger, make_steps
     from jaxpar.ledger.rounds import loads_of
     from jaxpar.moe.loads import read_loads
@@ -57,6 +62,13 @@ def ledger(
     fields = plan | {"dtype": dtype or config.dtype}
     planned = make_plan(spec, (preset.plan_fields if preset else {}) | fields)
     counts = loads_of(config, None if loads is None else read_loads(loads))
+    if compare:
+        answers = compare_answers(config, planned, phase, batch, context, sampled, counts)  # type: ignore[arg-type]
+        if json:
+            print_json([answer.to_json() for answer in answers])
+        else:
+            OUT.print(render_answers(answers, config.num_key_value_heads, phase, batch, context, preset))  # type: ignore[arg-type]
+        return
     for step in make_steps(config, planned, phase, batch, context):  # type: ignore[arg-type]  # it checks the phase
         chosen(step.batches[0])
     devices = make_mesh(spec, ensure_devices(spec, platform)) if compile_ else None

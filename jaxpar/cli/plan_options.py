@@ -20,6 +20,7 @@ _HELP: dict[str, str] = {
     "moe_capacity": "Drop what exceeds so many times an even share; 0: nothing.",
     "devices_per_node": "Ranks that fast links join; default: the preset's.",
     "expert_slots": "Experts that all ranks have room for; those left over are copies; 0: no copies.",
+    "kv_split": "Where tp exceeds the KV heads: replicate stores copies, head_dim splits inside the head.",
     "layout": "How cp splits a prompt: striped, zigzag or contiguous.",
     "cp_interleave": "Positions that follow one another on a rank of cp.",
     "prefill_attention": "auto, ring, ring_q, all_gather, ulysses or usp, over cp.",

@@ -13,7 +13,7 @@ from jaxpar.collectives.move import (
     ragged_all_to_all_into,
     shift,
 )
-from jaxpar.collectives.reduce import all_max, all_min, all_sum, rank_index, scatter_sum
+from jaxpar.collectives.reduce import all_max, all_min, all_sum, rank_index, scatter_sum, sum_in_groups
 from jaxpar.collectives.types import to_varying, varying_axes
 
 __all__ = [
@@ -32,6 +32,7 @@ __all__ = [
     "rank_index",
     "scatter_sum",
     "shift",
+    "sum_in_groups",
     "to_varying",
     "varying_axes",
 ]

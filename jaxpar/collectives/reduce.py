@@ -7,7 +7,10 @@ does not vary over the axis.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import jax
+import jax.numpy as jnp
 from jax import lax
 
 from jaxpar.collectives.types import require_varying
@@ -48,3 +51,18 @@ def scatter_sum(x: jax.Array, axes: tuple[str, ...], dimension: int = 0) -> jax.
         return x
     require_varying("scatter_sum", x, axes)
     return lax.psum_scatter(x, axes, scatter_dimension=dimension, tiled=True)
+
+
+def sum_in_groups(x: jax.Array, axes: tuple[str, ...], groups: Sequence[Sequence[int]], dimension: int) -> jax.Array:
+    """Sum of `x` over the ranks of each group, on all of them; groups are equally many ranks of a single axis.
+
+    A reduce-scatter along `dimension`, filled up with zeros to a multiple of the group, and an all-gather: JAX has no
+    psum over groups under check_vma. The result is of a varying type, as groups differ.
+    """
+    require_varying("sum_in_groups", x, axes)
+    size = x.shape[dimension]
+    if missing := -size % len(groups[0]):
+        x = jnp.pad(x, [(0, missing if i == dimension else 0) for i in range(x.ndim)])
+    part = lax.psum_scatter(x, axes, scatter_dimension=dimension, axis_index_groups=groups, tiled=True)
+    whole = lax.all_gather(part, axes, axis=dimension, axis_index_groups=groups, tiled=True)
+    return lax.slice_in_dim(whole, 0, size, axis=dimension)

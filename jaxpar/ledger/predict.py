@@ -10,9 +10,11 @@ from typing import Any
 import jax
 from jax.sharding import PartitionSpec as P
 
+from jaxpar.attention import head_dim
 from jaxpar.attention.latent import absorbed_flops, expand_flops
 from jaxpar.attention.tiles import attend_flops
 from jaxpar.checkpoint.config import ModelConfig, MoEConfig
+from jaxpar.heads import HeadLayout
 from jaxpar.ledger.flops import per_iteration
 from jaxpar.ledger.traffic import Traffic, merge
 from jaxpar.nn.linear import product_rows
@@ -46,7 +48,7 @@ def _flops(step: Step) -> dict[str, int]:
     # In decode ranks of cp share the output projection, and the query projection where the strategy gathers queries.
     queries = step.heads_over_cp if plan.active(attention.query_axes) else heads.q_local
     outputs = step.heads_over_cp if step.phase == "decode" else heads.q_local
-    projections = 2 * rows * _projected(config, queries, outputs, heads.kv_local)
+    projections = 2 * rows * _projected(config, queries, outputs, heads)
     tokens = product_rows(step.rows if step.logits else step.lanes, step.itemsize)
     ffn = _gated_ffn(rows, hidden, step.width_share("ffn", config.intermediate_size))
     return {
@@ -58,12 +60,12 @@ def _flops(step: Step) -> dict[str, int]:
     }
 
 
-def _projected(config: ModelConfig, queries: int, outputs: int, kv_heads: int) -> int:
+def _projected(config: ModelConfig, queries: int, outputs: int, heads: HeadLayout) -> int:
     """Weights of attention that a token passes on a rank: the projections of so many heads, and those before heads."""
     hidden, mla = config.hidden_size, config.mla
-    out = hidden * config.v_head_dim * outputs
+    out = hidden * heads.slice_of(config.v_head_dim) * outputs
     if mla is None:
-        return out + hidden * config.head_dim * (queries + 2 * kv_heads)
+        return out + hidden * heads.slice_of(config.head_dim) * (queries + 2 * heads.kv_local)
     latents = hidden * ((mla.q_lora_rank or 0) + mla.kv_lora_rank + mla.qk_rope_head_dim)
     return out + latents + (mla.q_lora_rank or hidden) * config.head_dim * queries
 
@@ -89,6 +91,8 @@ def _moe(step: Step, moe: MoEConfig) -> dict[str, int]:
 def _attended(step: Step, attention: Strategy) -> int:
     """FLOPs of one layer's products of queries, keys and values; every rank of cp computes as many."""
     share, config, mla = attention.share(step, 0), step.config, step.config.mla
+    if step.heads.parts > 1:
+        return head_dim.flops(step)
     if mla is not None and step.phase == "decode":
         return absorbed_flops(mla, step.lanes, share.heads, step.tokens, step.keys)
     products = sum(

@@ -17,7 +17,7 @@ from jaxpar.checkpoint.config import ModelConfig
 from jaxpar.devices import abstract_mesh
 from jaxpar.engine.prefill import prefill_steps
 from jaxpar.engine.room import room_of, tokens_of_decode, tokens_of_prefill
-from jaxpar.engine.sizes import eighths, groups_in, lanes_of, pages_of
+from jaxpar.engine.sizes import groups_in, lanes_of
 from jaxpar.engine.ticks import Tick, all_ticks, round_of_ticks
 from jaxpar.errors import PlanError
 from jaxpar.ledger.compiled import Change, compare_compiled
@@ -25,7 +25,8 @@ from jaxpar.ledger.flops import trace_flops
 from jaxpar.ledger.held import Held
 from jaxpar.ledger.hlo import parse_collectives
 from jaxpar.ledger.latents import Latents
-from jaxpar.ledger.predict import local_bytes, predict_flops, predict_traffic
+from jaxpar.ledger.memory import memory_of
+from jaxpar.ledger.predict import predict_flops, predict_traffic
 from jaxpar.ledger.rounds import Rounds, all_flops, all_rounds, count_rounds, loads_of
 from jaxpar.ledger.trace import trace_traffic
 from jaxpar.ledger.traffic import Traffic, compare, merge, times
@@ -245,16 +246,9 @@ def make_ledger(
     """
     layers = loads_of(config, loads)
     steps = make_steps(config, plan, phase, batch, seq, sampled)
-    sizes = plan.mesh.sizes
     programs = Programs(config, plan, mesh or abstract_mesh(plan.mesh))
-    held, replicas = Held(phase, batch, seq, plan).each(seq), plan.mesh.dp * plan.mesh.ep
-    of_replicas = [held[replica::replicas] for replica in range(replicas)]
-    pages = eighths(max(sum(pages_of(tokens, plan) for tokens in replica) for replica in of_replicas))
-    counted = [_count(programs, step, count, pages, layers) for step, count in Counter(steps).items()]
-    weights = {name: weight.abstract for name, weight in programs.weights.items()}
-    _, cache, _ = programs.abstract_arguments(counted[0].step, pages)
-    cache_bytes = local_bytes(cache.planes, programs.cache_specs(phase).planes, sizes)
-    stored, once = values_a_token(config, plan), values_a_token(config, Plan())
+    memory = memory_of(programs, phase, batch, seq)
+    counted = [_count(programs, step, count, memory.pages, layers) for step, count in Counter(steps).items()]
     largest = max(counted, key=lambda part: part.step.tokens * part.step.keys)
     return Ledger(
         plan=plan,
@@ -264,14 +258,10 @@ def make_ledger(
         stages=layers_of_stages(config, plan),
         idle_share=_idle_share(phase, batch, len(steps), plan),
         steps=counted,
-        pages=pages,
-        weight_bytes=local_bytes(weights, programs.weight_specs, sizes),
-        cache_bytes=cache_bytes,
-        needed_cache_bytes=cache_bytes // (pages * plan.page_size) * max(map(sum, of_replicas)),
-        copied_cache_bytes=cache_bytes * plan.mesh.size // stored * (stored - once),
-        latents=_latents(programs, batch * seq * once) if config.mla else None,
+        **memory._asdict(),
+        latents=_latents(programs, batch * seq * values_a_token(config, Plan())) if config.mla else None,
         work=prefill_work(config, plan, seq, batch) if phase == "prefill" else None,
-        compiled=_compile(programs, mesh, largest, pages) if isinstance(mesh, Mesh) else None,
+        compiled=_compile(programs, mesh, largest, memory.pages) if isinstance(mesh, Mesh) else None,
     )
 
 

@@ -69,7 +69,8 @@ def prefill_work(config: ModelConfig, plan: Plan, seq: int, batch: int = 1) -> W
                 q, k = queries[q_ranks].ravel(), keys[k_ranks].ravel()
                 for window, layers in windows.items():
                     seen[rank] += layers * share.real * _seen(q, k, window)
-                    computed[rank] += layers * share.heads * _computed(q, k, window, share.group)
+                    pairs = len(q) * len(k) if share.all_tiles else _computed(q, k, window, share.group)
+                    computed[rank] += layers * share.heads * pairs
     return Work(seen.tolist(), computed.tolist())
 
 

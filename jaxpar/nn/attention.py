@@ -8,17 +8,18 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from jaxpar.attention import head_dim
 from jaxpar.attention.cache import Planes
 from jaxpar.attention.inputs import Inputs
 from jaxpar.attention.partial import NO_WINDOW
 from jaxpar.checkpoint.config import ModelConfig
-from jaxpar.heads import HeadLayout, split_heads
+from jaxpar.heads import HeadLayout, heads_of
 from jaxpar.nn.context import StepContext
 from jaxpar.nn.linear import ColumnParallel, rms_norm, share_of
-from jaxpar.nn.output import OutputProjection, head_block
+from jaxpar.nn.output import OutputProjection, head_block, head_slice
 from jaxpar.nn.rope import rotate
 from jaxpar.nn.stage import Prefixes, by_stage, own_value, prefixes_of
-from jaxpar.nn.weights import Source, Weight, weight
+from jaxpar.nn.weights import Block, Source, Weight, weight
 from jaxpar.pipeline.stages import Layers
 from jaxpar.plan import Plan
 
@@ -31,7 +32,7 @@ class Attention(nnx.Module):
 
     def __init__(self, config: ModelConfig, plan: Plan, layers: Layers) -> None:
         """Declare the weights of the slot that holds `layers`, one a pipeline stage."""
-        self.heads = split_heads(config.num_attention_heads, config.num_key_value_heads, plan.mesh.tp)
+        self.heads = heads_of(config, plan)
         self.head_dim = config.head_dim
         self.eps = config.rms_norm_eps
         self.windows = _windows(config, layers)
@@ -44,8 +45,8 @@ class Attention(nnx.Module):
             else None,
         )
         self.out = OutputProjection(config, plan, self.heads, layers)
-        self.q_norm = _head_norm(config, plan, names, "q_norm")
-        self.k_norm = _head_norm(config, plan, names, "k_norm")
+        self.q_norm = _head_norm(config, plan, self.heads, names, "q_norm")
+        self.k_norm = _head_norm(config, plan, self.heads, names, "k_norm")
         self.sinks = (
             weight(by_stage(names, partial(_sinks, config, self.heads)), (tp,), dtype, "zeros", stages)
             if config.sinks
@@ -67,12 +68,13 @@ class Attention(nnx.Module):
             self.head_dim**-0.5,
             self.heads.group,
             sinks=None if self.sinks is None else self.sinks[0].astype(jnp.float32),
+            groups=self.heads.groups,
         )
         return self.out.of_heads(step.attention(inputs), step, x.dtype), planes
 
     def _project(self, x: jax.Array, step: StepContext) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Tokens [B * T, D] -> rotated queries [B * T, H, d] (or a share of H), rotated keys and values."""
-        kv, heads, size = self.heads.kv_local, self.heads.q_local, self.head_dim
+        kv, heads, size = self.heads.kv_local, self.heads.q_local, self.heads.slice_of(self.head_dim)
         if step.query_axes:
             mine = share_of(heads, step.query_axes)
             q = self.qkv.rows(x, mine.start * size, mine.count * size)
@@ -83,7 +85,8 @@ class Attention(nnx.Module):
         q, both = q.reshape(x.shape[0], -1, size), both.reshape(x.shape[0], -1, size)
         k, v = both[:, :kv], both[:, kv:]
         if self.q_norm is not None and self.k_norm is not None:
-            q, k = rms_norm(q, self.q_norm[0], self.eps), rms_norm(k, self.k_norm[0], self.eps)
+            of_q, of_k = head_dim.mean_squares(q, k, step.plan, step.phase, self.heads, self.head_dim)
+            q, k = rms_norm(q, self.q_norm[0], self.eps, of_q), rms_norm(k, self.k_norm[0], self.eps, of_k)
         q, k = rotate(q, step.cos, step.sin), rotate(k, step.cos, step.sin)
         return q.astype(x.dtype), k.astype(x.dtype), v.astype(x.dtype)
 
@@ -102,11 +105,12 @@ def _qkv(config: ModelConfig, heads: HeadLayout, kind: str, prefix: str) -> Sour
     size = config.head_dim
     counts = (config.num_attention_heads, config.num_key_value_heads, config.num_key_value_heads)
     columns = () if kind == "bias" else (config.hidden_size,)
-    blocks = []
+    blocks: list[Block] = []
     for rank in range(heads.tp):
         for tensor, order, local in ((0, heads.q_heads, heads.q_local), (1, heads.kv_heads, heads.kv_local),
                                      (2, heads.kv_heads, heads.kv_local)):  # fmt: skip
-            blocks += [head_block(tensor, head, size) for head in order[rank * local : (rank + 1) * local]]
+            for head in order[rank * local : (rank + 1) * local]:
+                blocks += head_slice(tensor, head, size, heads, rank, paired=tensor < 2)
     return Source(
         tuple(f"{prefix}{name}_proj.{kind}" for name in "qkv"),
         tuple((count * size, *columns) for count in counts),
@@ -119,8 +123,12 @@ def _sinks(config: ModelConfig, heads: HeadLayout, prefix: str) -> Source:
     return Source((f"{prefix}sinks",), ((config.num_attention_heads,),), blocks)
 
 
-def _head_norm(config: ModelConfig, plan: Plan, names: Prefixes, which: str) -> Weight | None:
+def _head_norm(config: ModelConfig, plan: Plan, heads: HeadLayout, names: Prefixes, which: str) -> Weight | None:
+    """The scale of the norm of every head: the same on all ranks, or each rank's slice where heads are split inside."""
     if not config.qk_norm:
         return None
-    sources = by_stage(names, lambda name: Source.whole(f"{name}{which}.weight", (config.head_dim,)))
-    return weight(sources, (None,), plan.dtype, "ones", plan.pipeline)
+    size, split = config.head_dim, heads.parts > 1
+    ranks = range(heads.tp if split else 1)
+    blocks = tuple(block for rank in ranks for block in head_slice(0, 0, size, heads, rank, paired=True))
+    sources = by_stage(names, lambda name: Source((f"{name}{which}.weight",), ((size,),), blocks))
+    return weight(sources, (plan.width if split else None,), plan.dtype, "ones", plan.pipeline)

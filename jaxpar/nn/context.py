@@ -19,7 +19,8 @@ from jaxpar.plan import Phase, Plan
 class StepContext:
     """Values and chosen strategies of a step.
 
-    `positions` [B, T] global positions of the step's tokens (-1: padding); `cos`, `sin` [B * T, head_dim / 2];
+    `positions` [B, T] global positions of the step's tokens (-1: padding); `cos`, `sin` [B * T, pairs] of the
+    rotary pairs that a rank has of a head, head_dim / 2 unless heads are split inside;
     `store` takes keys and values; `attention` is the plan's strategy, and wants a share of the query heads over
     `query_axes`; `dispatch` brings tokens to their experts and back; `reduction` adds partial results up.
     """

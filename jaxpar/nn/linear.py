@@ -99,8 +99,13 @@ class RowParallel(nnx.Module):
         return y if self.bias is None else y + self.bias[0][None, :]
 
 
-def rms_norm(x: jax.Array, scale: jax.Array, eps: float) -> jax.Array:
-    """Root-mean-square norm over the last dimension, statistics in float32 (arXiv:1910.07467)."""
+def rms_norm(x: jax.Array, scale: jax.Array, eps: float, mean_square: jax.Array | None = None) -> jax.Array:
+    """Root-mean-square norm over the last dimension, statistics in float32 (arXiv:1910.07467).
+
+    `mean_square` [..., 1] is given where `x` is a slice of what the norm goes over.
+    """
     wide = x.astype(jnp.float32)
-    wide = wide * lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)
+    if mean_square is None:
+        mean_square = jnp.mean(wide * wide, axis=-1, keepdims=True)
+    wide = wide * lax.rsqrt(mean_square + eps)
     return (wide * lax.expand_dims(scale.astype(jnp.float32), range(x.ndim - 1))).astype(x.dtype)

@@ -20,7 +20,7 @@ from jaxpar.attention.cache import Planes
 from jaxpar.attention.inputs import Inputs
 from jaxpar.attention.latent import Latent
 from jaxpar.checkpoint.config import MLAConfig, ModelConfig
-from jaxpar.heads import HeadLayout, split_heads
+from jaxpar.heads import HeadLayout, heads_of
 from jaxpar.nn.context import StepContext
 from jaxpar.nn.linear import ColumnParallel, matmul, rms_norm, share_of
 from jaxpar.nn.output import OutputProjection, head_block
@@ -39,7 +39,7 @@ class MLA(nnx.Module):
 
     def __init__(self, config: ModelConfig, mla: MLAConfig, plan: Plan, layers: Layers) -> None:
         """Declare the weights of the slot that holds `layers`, one a pipeline stage."""
-        self.mla, self.heads = mla, split_heads(config.num_attention_heads, config.num_key_value_heads, plan.mesh.tp)
+        self.mla, self.heads = mla, heads_of(config, plan)
         self.interleaved, self.scale = config.rope.interleaved, mla.scale_factor * config.head_dim**-0.5
         names = prefixes_of(layers, "self_attn.")
         tp, stages, dtype = plan.width, plan.pipeline, plan.dtype

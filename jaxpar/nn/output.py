@@ -17,14 +17,19 @@ from jaxpar.plan import Plan
 
 
 class OutputProjection(RowParallel):
-    """[B, T, H, d] -> a partial sum of [B * T, D]; each rank holds the columns of its query heads."""
+    """[B, T, H, d] -> a partial sum of [B * T, D]; each rank holds the columns of its query heads, or of slices."""
 
     def __init__(self, config: ModelConfig, plan: Plan, heads: HeadLayout, layers: Layers) -> None:
         """Declare `o_proj` of the slot that holds `layers`, one a pipeline stage."""
         names = prefixes_of(layers, "self_attn.o_proj.")
         size, stages, dtype = config.v_head_dim, plan.pipeline, plan.dtype
         shape = (config.hidden_size, config.num_attention_heads * size)
-        blocks = tuple(head_block(0, head, size) for head in heads.q_heads)
+        blocks = tuple(
+            block
+            for rank in range(heads.tp)
+            for head in heads.q_heads[rank * heads.q_local : (rank + 1) * heads.q_local]
+            for block in head_slice(0, head, size, heads, rank)
+        )
         columns = by_stage(names, lambda name: Source((f"{name}weight",), (shape,), blocks, dim=1))
         biases = by_stage(names, lambda name: Source.whole(f"{name}bias", (config.hidden_size,)))
         super().__init__(
@@ -53,3 +58,18 @@ class OutputProjection(RowParallel):
 def head_block(tensor: int, head: int, size: int) -> Block:
     """The rows or columns of a head of `size` in tensor number `tensor`; zeros for padding."""
     return Block(ZEROS, 0, size) if head == PADDED else Block(tensor, head * size, size)
+
+
+def head_slice(
+    tensor: int, head: int, size: int, heads: HeadLayout, rank: int, paired: bool = False
+) -> tuple[Block, ...]:
+    """What `rank` has of the rows or columns of a head: all, or where heads are split inside its slice.
+
+    That is one of `parts` in order, or of `paired` dimensions, i and i + size / 2, one of `parts` of both halves.
+    """
+    if heads.parts == 1:
+        return (head_block(tensor, head, size),)
+    halves = 2 if paired else 1
+    rows, half = size // halves // heads.parts, size // halves
+    first = head * size + rank % heads.parts * rows
+    return tuple(Block(tensor, first + i * half, rows) for i in range(halves))

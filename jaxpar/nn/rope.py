@@ -7,6 +7,7 @@ import math
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from jaxpar.checkpoint.config import RopeConfig
 
@@ -57,10 +58,19 @@ def _yarn_scale(rope: RopeConfig) -> float:
     return rope.temperature(1.0)
 
 
-def angles(positions: jax.Array, rope: RopeConfig, head_dim: int) -> tuple[jax.Array, jax.Array]:
-    """Cosines and sines of global positions [T] -> two [T, head_dim / 2] float32."""
+def angles(
+    positions: jax.Array, rope: RopeConfig, head_dim: int, rank: jax.Array | int = 0, parts: int = 1
+) -> tuple[jax.Array, jax.Array]:
+    """Cosines and sines of global positions [T] -> two [T, head_dim / 2] float32.
+
+    Where ranks that follow one another have one of `parts` of the pairs each, those of `rank`: as many columns less.
+    """
     base, scale = frequencies(rope, head_dim)
-    turned = positions.astype(jnp.float32)[:, None] * jnp.asarray(base)[None, :]
+    mine = jnp.asarray(base)
+    if parts > 1:
+        pairs = len(base) // parts
+        mine = lax.dynamic_slice_in_dim(mine, rank % parts * pairs, pairs)
+    turned = positions.astype(jnp.float32)[:, None] * mine[None, :]
     return jnp.cos(turned) * scale, jnp.sin(turned) * scale
 
 

@@ -68,6 +68,8 @@ class TrainPrograms:
         """
         if plan.dtype != "float32":
             raise PlanError(f"dtype={plan.dtype}: small updates would be rounded away; train in float32")
+        if plan.kv_split != "replicate":
+            raise PlanError(f"kv_split={plan.kv_split!r}: training keeps heads whole; leave it out")
         self.programs = Programs(config, plan, mesh)
         self.config, self.plan, self.settings = config, plan, settings
         replicas = plan.mesh.extent(("dp", "ep"))
