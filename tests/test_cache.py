@@ -148,4 +148,5 @@ def test_pages_lie_over_the_replicas_and_heads_over_tp_and_size_1_over_nothing()
     assert cache_specs([[Plane("k", 8, 16, ())]], Plan()).planes[0]["k"] == P(None, None, None, None, None)
     staged = cache_specs(PLANES, Plan(MeshSpec(pp=2, ep=2, cp=2)))
     assert staged.planes[0]["k"] == P(("pp",), ("tp",), ("ep", "cp"), None, None)
-    assert staged.positions == P(("ep", "cp"), None)
+    # Stages fill pages of the same numbers at different times.
+    assert staged.positions == P(("pp", "ep", "cp"), None)
