@@ -84,6 +84,11 @@ class Step:
         return [self.lanes * self.keys * size * self.itemsize for size in values]
 
     @property
+    def attention(self) -> SublayerName:
+        """The plan's name for the model's attention."""
+        return "attention" if self.config.mla is None else "mla"
+
+    @property
     def layers(self) -> int:
         """Layers that a rank runs."""
         return self.config.num_hidden_layers

@@ -12,7 +12,7 @@ from jaxpar.checkpoint.config import ModelConfig
 from jaxpar.errors import PlanError
 from jaxpar.heads import HeadLayout, split_heads
 from jaxpar.nn.context import StepContext
-from jaxpar.nn.linear import ColumnParallel, rms_norm, share_of
+from jaxpar.nn.linear import ColumnParallel, Ring, rms_norm, share_of
 from jaxpar.nn.output import OutputProjection, head_block
 from jaxpar.nn.rope import rotate
 from jaxpar.nn.weights import Source, Weight, weight
@@ -73,16 +73,18 @@ class Attention(nnx.Module):
         return self.out.of_heads(step.attention(inputs), step, x.dtype), planes
 
     def _project(self, x: jax.Array, step: StepContext) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Tokens [B * T, D] -> rotated queries [B * T, H, d] (or a share of H), rotated keys and values."""
+        """Tokens [B * T, D], or a slice of them -> rotated queries [B * T, H, d] (or a share of H) and keys, values."""
         kv, heads, size = self.heads.kv_local, self.heads.q_local, self.head_dim
+        ring = Ring(step.plan.sublayer("attention", step.phase).ring_in, "attention")
+        tokens = step.positions.size
         if step.query_axes:
             mine = share_of(heads, step.query_axes)
-            q = self.qkv.rows(x, mine.start * size, mine.count * size)
-            both = self.qkv.rows(x, heads * size, 2 * kv * size)
+            parts = [(mine.start * size, mine.count * size), (heads * size, 2 * kv * size)]
+            q, both = (y[:tokens] for y in self.qkv.rows(x, *parts, ring=ring))
         else:
-            together = self.qkv(x)
+            together = self.qkv(x, ring)[:tokens]
             q, both = together[:, : heads * size], together[:, heads * size :]
-        q, both = q.reshape(x.shape[0], -1, size), both.reshape(x.shape[0], -1, size)
+        q, both = q.reshape(tokens, -1, size), both.reshape(tokens, -1, size)
         k, v = both[:, :kv], both[:, kv:]
         if self.q_norm is not None and self.k_norm is not None:
             q, k = rms_norm(q, self.q_norm[0], self.eps), rms_norm(k, self.k_norm[0], self.eps)

@@ -22,7 +22,7 @@ from jaxpar.errors import PlanError
 from jaxpar.moe.record import LayerRecord, added
 from jaxpar.nn.attention import Attention
 from jaxpar.nn.context import StepContext
-from jaxpar.nn.linear import rms_norm
+from jaxpar.nn.linear import Ring, rms_norm
 from jaxpar.nn.mla import MLA
 from jaxpar.nn.mlp import MLP
 from jaxpar.nn.moe import MoE
@@ -44,7 +44,7 @@ class Slot(nnx.Module):
 
     def attend(self, x: jax.Array, planes: Planes, step: StepContext) -> tuple[jax.Array, Planes]:
         """Residual rows [R, D] and the layer's cache -> both after the layer's attention."""
-        sublayer = step.plan.sublayer("attention", step.phase)
+        sublayer = step.plan.sublayer("mla" if isinstance(self.attention, MLA) else "attention", step.phase)
         with jax.named_scope(f"attention:{step.reduction.name}"):
             h = enter(rms_norm(x, self.attention_norm[0], self.eps), sublayer, step.positions.size, step.reduction)
             part, planes = self.attention(h, planes, step)
@@ -61,7 +61,8 @@ class Slot(nnx.Module):
             if isinstance(self.ffn, MoE):
                 part, record = self.ffn(h, split, step)
                 return x + leave(part, sublayer, step.reduction)[: x.shape[0]], record
-            return x + self.ffn.down.add_bias(leave(self.ffn(h, split), sublayer, step.reduction)), None
+            part = self.ffn(h, split, Ring(sublayer.ring_in, name), Ring(sublayer.ring_out, name))
+            return x + self.ffn.down.add_bias(leave(part, sublayer, step.reduction)), None
 
 
 def _ffn(config: ModelConfig, plan: Plan, layers: tuple[int, ...]) -> MLP | MoE:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +12,7 @@ from flax import nnx
 from jax import lax
 
 from jaxpar.collectives import rank_index
+from jaxpar.collectives.matmul import gather_matmul, matmul_scatter
 from jaxpar.nn.weights import Weight
 
 
@@ -27,6 +30,17 @@ def product_rows(rows: int, itemsize: int) -> int:
     two, and accelerators fill up their tiles in any case.
     """
     return 2 if rows == 1 and itemsize == 2 else rows
+
+
+class Ring(NamedTuple):
+    """The axes around which tokens go while they are multiplied (`collectives/matmul.py`), and whose product it is."""
+
+    axes: tuple[str, ...]
+    sublayer: str
+
+
+NO_RING = Ring((), "")
+"""A product that has all its tokens, and keeps its result."""
 
 
 @dataclass(frozen=True)
@@ -61,17 +75,32 @@ class ColumnParallel(nnx.Module):
         self.weight = weight
         self.bias = bias
 
-    def __call__(self, x: jax.Array) -> jax.Array:
-        """Project; the bias is split like the rows."""
-        y = matmul(x, self.weight[0])
-        return y if self.bias is None else y + self.bias[0].astype(y.dtype)[None, :]
+    def __call__(self, x: jax.Array, ring: Ring = NO_RING) -> jax.Array:
+        """Project; the bias is split like the rows.
 
-    def rows(self, x: jax.Array, start: jax.Array | int, count: int) -> jax.Array:
-        """Project onto `count` of the rank's rows alone -> [T, count]."""
-        y = matmul(x, lax.dynamic_slice_in_dim(self.weight[0], start, count))
-        if self.bias is None:
-            return y
-        return y + lax.dynamic_slice_in_dim(self.bias[0], start, count).astype(y.dtype)[None, :]
+        Over `ring` the input is a slice of the tokens, and those of the other slices come as it goes.
+        """
+        (y,) = self._project(x, [self.weight[0]], [None if self.bias is None else self.bias[0]], ring)
+        return y
+
+    def rows(self, x: jax.Array, *parts: tuple[jax.Array | int, int], ring: Ring = NO_RING) -> list[jax.Array]:
+        """Project onto some parts of the rank's rows alone, each (start, count) -> [T, count] of each."""
+
+        def cut(kept: Weight) -> list[jax.Array]:
+            return [lax.dynamic_slice_in_dim(kept[0], start, count) for start, count in parts]
+
+        biases = [None] * len(parts) if self.bias is None else cut(self.bias)
+        return self._project(x, cut(self.weight), biases, ring)
+
+    def _project(
+        self, x: jax.Array, weights: Sequence[jax.Array], biases: Sequence[jax.Array | None], ring: Ring
+    ) -> list[jax.Array]:
+        def product(x: jax.Array) -> list[jax.Array]:
+            made = [matmul(x, weight) for weight in weights]
+            return [y if b is None else y + b.astype(y.dtype)[None, :] for y, b in zip(made, biases, strict=True)]
+
+        projected: list[jax.Array] = gather_matmul(x, ring.axes, product, ring.sublayer)
+        return projected
 
 
 class RowParallel(nnx.Module):
@@ -85,14 +114,19 @@ class RowParallel(nnx.Module):
         self.weight = weight
         self.bias = bias
 
-    def __call__(self, x: jax.Array) -> jax.Array:
-        """The rank's partial result, in the dtype in which it is sent."""
-        return matmul(x, self.weight[0]).astype(x.dtype)
+    def __call__(self, x: jax.Array, ring: Ring = NO_RING) -> jax.Array:
+        """The rank's partial result, in the dtype in which it is sent.
 
-    def columns(self, x: jax.Array, start: jax.Array | int) -> jax.Array:
+        Over `ring` it is summed as it goes, and a slice of the tokens is left: [ceil(T / P), O].
+        """
+        return self._project(x, self.weight[0], ring)
+
+    def columns(self, x: jax.Array, start: jax.Array | int, ring: Ring = NO_RING) -> jax.Array:
         """The same of [T, count]: the part of the input that belongs to as many columns from `start` on."""
-        w = lax.dynamic_slice_in_dim(self.weight[0], start, x.shape[1], axis=1)
-        return matmul(x, w).astype(x.dtype)
+        return self._project(x, lax.dynamic_slice_in_dim(self.weight[0], start, x.shape[1], axis=1), ring)
+
+    def _project(self, x: jax.Array, w: jax.Array, ring: Ring) -> jax.Array:
+        return matmul_scatter(x, ring.axes, lambda x: matmul(x, w), ring.sublayer)
 
     def add_bias(self, y: jax.Array) -> jax.Array:
         """Add the bias to the finished sum."""
