@@ -75,8 +75,8 @@ class Plan:
     the other's work; `single_batch_overlap` is the number of blocks in which what experts made is sent back, so that
     one block's way may overlap with the next block's work (both as in SGLang).
     `sequence_parallel` splits the residual stream over tp along its tokens (arXiv:2205.05198); with `collective_matmul`
-    the products of attention and of dense FFNs gather and scatter them as they go (`collectives/matmul.py`), where
-    latent attention enters and experts enter and leave as without it; `chunk` is the most
+    the products of attention and of dense FFNs gather and scatter them as they go in prefill (`collectives/matmul.py`;
+    latent attention enters, and experts enter and leave, as without it); `chunk` is the most
     tokens of one prompt that a prefill step takes; `page_size` the tokens of a KV cache page; `max_num_seqs` the most
     requests that a replica runs at once; `dtype` that of weights, activations and cache.
     """
@@ -239,9 +239,11 @@ class Plan:
         axes = self.active(("dp", "ep", "cp", "tp"))
         gather = tuple(axis for axis in self.row_slices(phase) if axis in width or not is_moe)
         scatter = tuple(axis for axis in width if axis in residual)
+        # A decode step would read its weights once a rank of the ring, and wait for as many hops.
+        rings = self.collective_matmul and phase == "prefill"
         # Latents must be the same on all ranks, bit for bit: each product of a ring has its rows in other places.
-        ring_in = self.collective_matmul and name in ("attention", "ffn")
-        ring_out = self.collective_matmul and name in ("attention", "mla", "ffn")
+        ring_in = rings and name in ("attention", "ffn")
+        ring_out = rings and name in ("attention", "mla", "ffn")
         return Sublayer(
             gather=() if ring_in else gather,
             scatter=() if ring_out else scatter,

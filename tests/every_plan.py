@@ -25,8 +25,6 @@ CHOICES: Mapping[str, Mapping[str, Any]] = {
     "sequence_parallel": {"sequence_parallel": True},
     "sequence_parallel,helix": {"sequence_parallel": True, "decode_attention": "helix"},
     "collective_matmul": {"sequence_parallel": True, "collective_matmul": True},
-    "collective_matmul,helix": {"sequence_parallel": True, "collective_matmul": True, "decode_attention": "helix"},
-    "collective_matmul,ag_rs": {"sequence_parallel": True, "collective_matmul": True, "decode_attention": "ag_rs"},
     "two_batches": {"two_batch_overlap": True},
 }
 """Keyword arguments of plans, by the name that tests show."""
@@ -40,8 +38,10 @@ def phases_of(choice: str, mesh: str) -> tuple[Phase, ...]:
     if "two_batch_overlap" in chosen:
         # Steps are cut in two in the same way everywhere: a few meshes of several axes show it.
         return PHASES if min(sizes.dp, sizes.tp) > 1 else ()
-    if chosen.get("sequence_parallel") and ("decode_attention" not in chosen or sizes.cp > 1):
-        return ("decode",) if chosen.get("collective_matmul") and "decode_attention" in chosen else PHASES
+    if chosen.get("collective_matmul"):
+        return ("prefill",)
+    if chosen.get("sequence_parallel") and (len(chosen) == 1 or sizes.cp > 1):
+        return PHASES
     of_cp = [phase for phase in PHASES if sizes.cp > 1 and f"{phase}_attention" in chosen]
     if chosen.get("ulysses_degree", 1) > 1 and sizes.cp % chosen["ulysses_degree"]:
         return ()

@@ -22,14 +22,15 @@ from jaxpar.checkpoint.config import ModelConfig
 from jaxpar.collectives.matmul import gather_matmul, matmul_scatter
 from jaxpar.devices import ensure_devices, make_mesh
 from jaxpar.ledger.predict import predict_flops, predict_traffic
-from jaxpar.ledger.walk import equations, inner_jaxprs, scopes_of
+from jaxpar.ledger.walk import equations, scopes_of
 from jaxpar.mesh import MeshSpec
-from jaxpar.plan import PHASES, Phase, Plan
+from jaxpar.plan import Plan, SublayerName
 from jaxpar.program import compiler_options
 from jaxpar.strategies import Step
 
 RING: dict[str, Any] = {"sequence_parallel": True, "collective_matmul": True}
 MESHES = ["dp=2,tp=4", "dp=4,tp=2"]
+SUBLAYERS: tuple[SublayerName, ...] = ("attention", "mla", "ffn", "moe", "vocabulary")
 WIDTH, OUT = 6, 10
 
 
@@ -48,11 +49,7 @@ def gathered(mesh: str, rows: int) -> tuple[np.ndarray, np.ndarray]:
     x, w = rows_of(spec.dp, spec.tp, rows, WIDTH), rows_of(spec.tp, WIDTH, OUT)
 
     def local(x: jax.Array, w: jax.Array) -> jax.Array:
-        # Two products of the same rows, one of them of another width.
-        parts = gather_matmul(
-            x[0, 0], ("tp",), lambda rows: [product(rows, w[0, :, :3]), product(rows, w[0, :, 3:])], "ffn"
-        )
-        return jnp.concatenate(parts, axis=1)[None, None]
+        return gather_matmul(x[0, 0], ("tp",), lambda rows: product(rows, w[0]), "ffn")[None, None]
 
     devices = make_mesh(spec, ensure_devices(spec))
     program = jax.shard_map(local, mesh=devices, in_specs=(P("dp", "tp"), P("tp")), out_specs=P("dp", "tp"))
@@ -89,7 +86,7 @@ def test_every_rank_has_its_slice_of_the_sum_of_all_ranks_products(mesh: str, ro
     np.testing.assert_array_equal(*scattered(mesh, rows))
 
 
-@settings(max_examples=12)
+@settings(max_examples=6)
 @given(st.integers(1, 2), st.integers(2, 4), st.integers(1, 9))
 def test_any_number_of_rows_on_any_number_of_ranks_is_x_times_w(dp: int, tp: int, rows: int) -> None:
     np.testing.assert_array_equal(*gathered(f"dp={dp},tp={tp}".replace("dp=1,", ""), rows))
@@ -119,7 +116,6 @@ MODELS: list[Any] = [
             ("qwen3_moe_dense", "ep=2,tp=2", {"experts_over": "ep,tp"}),
             ("deepseek_v3", "ep=2,tp=2", {"experts_over": "ep,tp"}),
             ("deepseek_v2_dense", "dp=2,tp=3", {}),
-            ("qwen2_sliding", "cp=2,tp=2", {"decode_attention": "ag_rs"}),
             ("mistral", "dp=2,cp=2,tp=2", {"two_batch_overlap": True}),
             ("gpt_oss", "dp=2,ep=2,tp=2", {}),
         )
@@ -140,9 +136,6 @@ def test_every_rank_has_the_logits_and_tokens_of_transformers(name: str, mesh: s
 def test_so_it_is_of_fewer_tokens_than_ranks(tokens: int) -> None:
     oracle, runner = load_oracle("qwen2_sliding"), oracle_runner("qwen2_sliding", "tp=4", chunk=tokens, **RING)
     assert_logits(runner, [oracle.prompts[0][:tokens]], [oracle.logits[0][:tokens]])
-    if tokens == 1:
-        shortest = min(range(len(oracle.prompts)), key=lambda i: len(oracle.prompts[i]))
-        assert_tokens(runner, [oracle.prompts[shortest]], [oracle.greedy[shortest]])
 
 
 # What a step's program says
@@ -153,15 +146,13 @@ def loops(eqns: list[Any]) -> list[Any]:
     return [eqn for eqn in eqns if eqn.primitive.name == "scan" and ":collective_matmul" in scopes_of(eqn, "")]
 
 
-@pytest.mark.parametrize(("tokens", "ways"), [(9, 2), (1, 1)])
-def test_no_product_waits_for_what_is_sent_in_its_step_and_both_ways_are_under_way_at_once(
-    tokens: int, ways: int
-) -> None:
-    plan = Plan(MeshSpec(tp=4), page_size=4, **RING)
-    rings = loops(body(plan, phase="decode", lanes=tokens))
+@pytest.mark.parametrize(("tp", "ways"), [(4, 2), (8, 1)])
+def test_no_product_waits_for_what_is_sent_in_its_step_and_both_ways_are_under_way_at_once(tp: int, ways: int) -> None:
+    plan = Plan(MeshSpec(tp=tp), page_size=4, **RING)
+    rings = loops(body(plan, phase="prefill", lanes=1))  # five tokens: two on each of four ranks, one on each of eight
     assert len(rings) == 4  # into and out of attention and the FFN
     for ring in rings:
-        assert ring.params["length"] == 3
+        assert ring.params["length"] == tp - 1
         eqns = equations(ring.params["jaxpr"])
         before = ancestors(eqns)
         products = {number for number, eqn in enumerate(eqns) if is_product(eqn)}
@@ -174,15 +165,11 @@ def test_no_product_waits_for_what_is_sent_in_its_step_and_both_ways_are_under_w
         assert not needs(before, hops, hops)
 
 
-@pytest.mark.parametrize("phase", PHASES)
 @pytest.mark.parametrize("tokens", [1, 5, 8])
 @pytest.mark.parametrize(("config", "mesh"), [(CONFIG, "tp=4"), (LATENT, "dp=2,tp=4"), (CONFIG, "cp=2,tp=4")])
-def test_as_many_bytes_are_sent_as_by_gathers_and_reduce_scatters(
-    config: ModelConfig, mesh: str, tokens: int, phase: Phase
-) -> None:
-    lanes = tokens if phase == "decode" else 1
+def test_as_many_bytes_are_sent_as_by_gathers_and_reduce_scatters(config: ModelConfig, mesh: str, tokens: int) -> None:
     plan = Plan(MeshSpec.parse(mesh), sequence_parallel=True)
-    plain = Step(config, plan, phase, lanes, tokens if phase == "prefill" else 1, keys=16)
+    plain = Step(config, plan, "prefill", 1, tokens, keys=16)
     ring = replace(plain, plan=replace(plan, collective_matmul=True))
     sent = [sum(row.sent_bytes for row in predict_traffic(step)) for step in (plain, ring)]
     assert sent[0] == sent[1]
@@ -193,28 +180,27 @@ def test_only_rows_that_fill_the_last_slice_up_are_multiplied_besides() -> None:
     plan = Plan(MeshSpec(tp=4), sequence_parallel=True)
     for rows in (8, 5):
         plain, ring = (
-            predict_flops(Step(CONFIG, one, "decode", lanes=rows, tokens=1, keys=16))
+            predict_flops(Step(CONFIG, one, "prefill", lanes=1, tokens=rows, keys=16))
             for one in (plan, replace(plan, collective_matmul=True))
         )
         for sublayer in ("attention", "ffn"):
             assert ring[sublayer] * rows == plain[sublayer] * 8
 
 
-def test_experts_and_what_latents_are_made_of_come_and_go_as_without_it() -> None:
+def test_experts_latents_and_all_of_decode_come_and_go_as_without_it() -> None:
     plain, ring = (Plan(MeshSpec(ep=2, tp=2), **fields) for fields in ({"sequence_parallel": True}, RING))
-    for phase in PHASES:
-        assert ring.sublayer("moe", phase) == plain.sublayer("moe", phase)
-        assert ring.sublayer("mla", phase).gather == plain.sublayer("mla", phase).gather == ("tp",)
-        assert ring.sublayer("mla", phase).ring_out == ring.sublayer("attention", phase).ring_in == ("tp",)
-    scopes = [scopes_of(eqn, "") for eqn in loops(body(ring, EXPERTS))]
+    assert ring.sublayer("moe", "prefill") == plain.sublayer("moe", "prefill")
+    assert ring.sublayer("mla", "prefill").gather == plain.sublayer("mla", "prefill").gather == ("tp",)
+    assert ring.sublayer("mla", "prefill").ring_out == ring.sublayer("attention", "prefill").ring_in == ("tp",)
+    for name in SUBLAYERS:
+        assert ring.sublayer(name, "decode") == plain.sublayer(name, "decode")
+    scopes = [scopes_of(eqn, "") for eqn in loops(body(ring, EXPERTS, "prefill"))]
     assert len(scopes) == 2 * EXPERTS.num_hidden_layers
     assert all("attention:collective_matmul" in scope for scope in scopes)
 
 
 def test_over_one_rank_a_product_is_a_product() -> None:
-    eqns = body(Plan(MeshSpec(dp=2), **RING))
-    assert loops(eqns) == []
-    assert not any(list(inner_jaxprs(eqn)) and eqn.primitive.name == "scan" for eqn in eqns)
+    assert loops(body(Plan(MeshSpec(dp=2), **RING), phase="prefill")) == []
 
 
 def test_a_gpu_is_told_that_two_collectives_may_be_under_way() -> None:

@@ -28,7 +28,7 @@ _HELP: dict[str, str] = {
     "two_batch_overlap": "Run a step as two half batches, layer by layer in turn.",
     "single_batch_overlap": "Blocks in which all_to_all sends back what experts made.",
     "sequence_parallel": "Split the residual stream over tp along its tokens.",
-    "collective_matmul": "With sequence_parallel: products gather and scatter as they go.",
+    "collective_matmul": "With sequence_parallel: prefill products send as they go.",
     "chunk": "Most tokens of a prompt that one prefill step takes.",
     "page_size": "Tokens of a KV cache page.",
 }

@@ -17,9 +17,10 @@ round one way and the back half the other:
       step 2   multiply  2f 0b, add         2: to rank 2          0: to rank 0
       step 3   multiply  1f 1b, add         1: stays              1: stays
 
-The bytes are those of an all-gather and of a reduce-scatter. A step multiplies the rows of both halves at once, and
-reads the weight: what it costs is P readings of the weight in place of one, which a long prefill does not notice and
-a decode step does. The rings are scans, since that is where XLA overlaps them.
+The bytes are those of an all-gather and of a reduce-scatter. A step multiplies the rows of both halves at once. What it
+costs is P readings of the weight in place of one, which a prefill does not notice and decode, which is bound by
+reading weights, would: there the plan gathers and scatters without it. The rings are scans, since that is where XLA
+overlaps them.
 """
 
 from __future__ import annotations
@@ -40,13 +41,15 @@ from jaxpar.strategies import Step, Strategy
 NAME = "collective_matmul"
 
 
-def gather_matmul(x: jax.Array, axes: tuple[str, ...], product: Callable[[jax.Array], Any], sublayer: str) -> Any:
+def gather_matmul(
+    x: jax.Array, axes: tuple[str, ...], product: Callable[[jax.Array], jax.Array], sublayer: str
+) -> jax.Array:
     """The product of the rows of all ranks, each of which has a slice of them.
 
     Args:
         x: this rank's rows [R, I].
         axes: whose P ranks have the slices; over none it is the product of `x`.
-        product: of any number of rows [N, I] -> arrays [N, ...], each row by itself.
+        product: of any number of rows [N, I] -> [N, O], each row by itself.
         sublayer: whose work it is, for the ledger and profiles.
 
     Returns:
@@ -59,31 +62,22 @@ def gather_matmul(x: jax.Array, axes: tuple[str, ...], product: Callable[[jax.Ar
         rows, ranks, rank = x.shape[0], lax.axis_size(axes), lax.axis_index(axes)
         halves = _halves(rows)
 
-        def multiplied(parts: list[jax.Array], out: Any, hops: jax.Array | int) -> Any:
+        def multiplied(parts: list[jax.Array], out: jax.Array, hops: jax.Array | int) -> jax.Array:
+            """`out` with the products of the halves that are there after so many hops."""
             made = product(jnp.concatenate(parts))
             for direction, start, size in halves:
                 source = (rank - direction * hops) % ranks
-                out = jax.tree.map(
-                    lambda whole, part, at=source * rows + start, of=slice(start, start + size): (
-                        lax.dynamic_update_slice_in_dim(whole, part[of], at, 0)
-                    ),
-                    out,
-                    made,
-                )
+                part = made[start : start + size]
+                out = lax.dynamic_update_slice_in_dim(out, part, source * rows + start, 0)
             return out
 
-        def step(carry: tuple[list[jax.Array], Any], hops: jax.Array) -> tuple[tuple[list[jax.Array], Any], None]:
+        def step(carry: tuple[list[jax.Array], jax.Array], hops: jax.Array) -> tuple[tuple[list[jax.Array], Any], None]:
             parts, out = carry
-            moved = [
-                shift(part, axes, back=direction < 0) for part, (direction, _, _) in zip(parts, halves, strict=True)
-            ]
-            return (moved, multiplied(parts, out, hops)), None
-
-        def empty(kind: Any) -> jax.Array:
-            return match_varying(jnp.zeros((ranks * rows, *kind.shape[1:]), kind.dtype), kind)
+            return (_passed_on(parts, halves, axes), multiplied(parts, out, hops)), None
 
         parts = [x[start : start + size] for _, start, size in halves]
-        out = jax.tree.map(empty, jax.eval_shape(product, x))
+        kind = jax.eval_shape(product, x)
+        out = match_varying(jnp.zeros((ranks * rows, *kind.shape[1:]), kind.dtype), kind)
         (parts, out), _ = lax.scan(step, (parts, out), jnp.arange(ranks - 1))
         return multiplied(parts, out, ranks - 1)
 
@@ -122,9 +116,7 @@ def matmul_scatter(
             return [made[start : start + size] for _, start, size in halves]
 
         def step(sums: list[jax.Array], hops: jax.Array) -> tuple[list[jax.Array], None]:
-            moved = [
-                shift(part, axes, back=direction < 0) for part, (direction, _, _) in zip(sums, halves, strict=True)
-            ]
+            moved = _passed_on(sums, halves, axes)
             own = multiplied(hops)
             return [(a.astype(b.dtype) + b).astype(x.dtype) for a, b in zip(moved, own, strict=True)], None
 
@@ -133,10 +125,19 @@ def matmul_scatter(
         return jnp.concatenate(sums)
 
 
-def _halves(rows: int) -> list[tuple[int, int, int]]:
-    """(direction around the ring, first row, rows) of the front half of a slice and of the back half, if it has any."""
+Half = tuple[int, int, int]
+"""Direction around the ring, first row and rows of half a slice."""
+
+
+def _halves(rows: int) -> list[Half]:
+    """The front half of a slice, and the back half if it has any row."""
     front = -(-rows // 2)
     return [(1, 0, front), *([(-1, front, rows - front)] if rows > front else [])]
+
+
+def _passed_on(parts: list[jax.Array], halves: list[Half], axes: tuple[str, ...]) -> list[jax.Array]:
+    """One hop of each half, its own way."""
+    return [shift(part, axes, back=direction < 0) for part, (direction, _, _) in zip(parts, halves, strict=True)]
 
 
 def traffic(step: Step) -> list[Traffic]:

@@ -75,16 +75,15 @@ class Attention(nnx.Module):
     def _project(self, x: jax.Array, step: StepContext) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Tokens [B * T, D], or a slice of them -> rotated queries [B * T, H, d] (or a share of H) and keys, values."""
         kv, heads, size = self.heads.kv_local, self.heads.q_local, self.head_dim
-        ring = Ring(step.plan.sublayer("attention", step.phase).ring_in, "attention")
-        tokens = step.positions.size
         if step.query_axes:
             mine = share_of(heads, step.query_axes)
-            parts = [(mine.start * size, mine.count * size), (heads * size, 2 * kv * size)]
-            q, both = (y[:tokens] for y in self.qkv.rows(x, *parts, ring=ring))
+            q = self.qkv.rows(x, mine.start * size, mine.count * size)
+            both = self.qkv.rows(x, heads * size, 2 * kv * size)
         else:
-            together = self.qkv(x, ring)[:tokens]
+            ring = Ring(step.plan.sublayer("attention", step.phase).ring_in, "attention")
+            together = self.qkv(x, ring)[: step.positions.size]
             q, both = together[:, : heads * size], together[:, heads * size :]
-        q, both = q.reshape(tokens, -1, size), both.reshape(tokens, -1, size)
+        q, both = (y.reshape(step.positions.size, -1, size) for y in (q, both))
         k, v = both[:, :kv], both[:, kv:]
         if self.q_norm is not None and self.k_norm is not None:
             q, k = rms_norm(q, self.q_norm[0], self.eps), rms_norm(k, self.k_norm[0], self.eps)

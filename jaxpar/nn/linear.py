@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -78,29 +77,17 @@ class ColumnParallel(nnx.Module):
     def __call__(self, x: jax.Array, ring: Ring = NO_RING) -> jax.Array:
         """Project; the bias is split like the rows.
 
-        Over `ring` the input is a slice of the tokens, and those of the other slices come as it goes.
+        Over `ring` the input is a slice of the tokens, and those of the other slices come as it goes: [P * T, O/tp].
         """
-        (y,) = self._project(x, [self.weight[0]], [None if self.bias is None else self.bias[0]], ring)
-        return y
+        y = gather_matmul(x, ring.axes, lambda rows: matmul(rows, self.weight[0]), ring.sublayer)
+        return y if self.bias is None else y + self.bias[0].astype(y.dtype)[None, :]
 
-    def rows(self, x: jax.Array, *parts: tuple[jax.Array | int, int], ring: Ring = NO_RING) -> list[jax.Array]:
-        """Project onto some parts of the rank's rows alone, each (start, count) -> [T, count] of each."""
-
-        def cut(kept: Weight) -> list[jax.Array]:
-            return [lax.dynamic_slice_in_dim(kept[0], start, count) for start, count in parts]
-
-        biases = [None] * len(parts) if self.bias is None else cut(self.bias)
-        return self._project(x, cut(self.weight), biases, ring)
-
-    def _project(
-        self, x: jax.Array, weights: Sequence[jax.Array], biases: Sequence[jax.Array | None], ring: Ring
-    ) -> list[jax.Array]:
-        def product(x: jax.Array) -> list[jax.Array]:
-            made = [matmul(x, weight) for weight in weights]
-            return [y if b is None else y + b.astype(y.dtype)[None, :] for y, b in zip(made, biases, strict=True)]
-
-        projected: list[jax.Array] = gather_matmul(x, ring.axes, product, ring.sublayer)
-        return projected
+    def rows(self, x: jax.Array, start: jax.Array | int, count: int) -> jax.Array:
+        """Project onto `count` of the rank's rows alone -> [T, count]."""
+        y = matmul(x, lax.dynamic_slice_in_dim(self.weight[0], start, count))
+        if self.bias is None:
+            return y
+        return y + lax.dynamic_slice_in_dim(self.bias[0], start, count).astype(y.dtype)[None, :]
 
 
 class RowParallel(nnx.Module):
@@ -119,14 +106,12 @@ class RowParallel(nnx.Module):
 
         Over `ring` it is summed as it goes, and a slice of the tokens is left: [ceil(T / P), O].
         """
-        return self._project(x, self.weight[0], ring)
+        return matmul_scatter(x, ring.axes, lambda rows: matmul(rows, self.weight[0]), ring.sublayer)
 
-    def columns(self, x: jax.Array, start: jax.Array | int, ring: Ring = NO_RING) -> jax.Array:
+    def columns(self, x: jax.Array, start: jax.Array | int) -> jax.Array:
         """The same of [T, count]: the part of the input that belongs to as many columns from `start` on."""
-        return self._project(x, lax.dynamic_slice_in_dim(self.weight[0], start, x.shape[1], axis=1), ring)
-
-    def _project(self, x: jax.Array, w: jax.Array, ring: Ring) -> jax.Array:
-        return matmul_scatter(x, ring.axes, lambda x: matmul(x, w), ring.sublayer)
+        w = lax.dynamic_slice_in_dim(self.weight[0], start, x.shape[1], axis=1)
+        return matmul(x, w).astype(x.dtype)
 
     def add_bias(self, y: jax.Array) -> jax.Array:
         """Add the bias to the finished sum."""

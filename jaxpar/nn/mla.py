@@ -95,7 +95,7 @@ class MLA(nnx.Module):
         nope, size = self.mla.qk_nope_head_dim, self.mla.qk_nope_head_dim + self.mla.qk_rope_head_dim
         if step.query_axes:
             mine = share_of(self.heads.q_local, step.query_axes)
-            (q,) = self.q.rows(x, (mine.start * size, mine.count * size))
+            q = self.q.rows(x, mine.start * size, mine.count * size)
         else:
             q = self.q(x)
         q = q.reshape(x.shape[0], -1, size)

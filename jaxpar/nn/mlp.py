@@ -52,17 +52,16 @@ class MLP(nnx.Module):
     ) -> jax.Array:
         """[T, D] -> a partial sum of [T, D] over tp, and over the axes `split`, whose ranks share the rank's width.
 
-        Over rings `x` is a slice of the tokens, and so is what comes of it, summed over them.
+        Over rings `x` is a slice of the tokens, and so is what comes of it, summed over them; nothing is split then.
         """
         width = self.gate_up.weight[0].shape[0] // 2
         if not split:
             both = self.gate_up(x, ring_in)
             return self.down(gated(both[:, :width], both[:, width:]).astype(x.dtype), ring_out)
         mine = share_of(width, split)
-        parts = [(start, mine.count) for start in (mine.start, width + mine.start)]
-        gate, up = self.gate_up.rows(x, *parts, ring=ring_in)
+        gate, up = (self.gate_up.rows(x, start, mine.count) for start in (mine.start, width + mine.start))
         own = jnp.arange(mine.count)[None, :] >= mine.skip
-        return self.down.columns(jnp.where(own, gated(gate, up), 0.0).astype(x.dtype), mine.start, ring_out)
+        return self.down.columns(jnp.where(own, gated(gate, up), 0.0).astype(x.dtype), mine.start)
 
 
 def gate_up_source(gate: str, up: str, shape: tuple[int, ...], tp: int, entries: tuple[Entry, ...] = ()) -> Source:

@@ -35,18 +35,18 @@ class OutputProjection(RowParallel):
         """Project what attention gives: all heads of the rank, or in decode over cp a share of them."""
         lanes, tokens, _, size = out.shape
         out = out.astype(dtype).reshape(lanes * tokens, -1, size)
-        ring = Ring(step.plan.sublayer("attention", step.phase).ring_out, "attention")
         if step.phase == "decode" and step.plan.sequence:
-            return self._share(out, step.plan.sequence, ring)
+            return self._share(out, step.plan.sequence)
+        ring = Ring(step.plan.sublayer("attention", step.phase).ring_out, "attention")
         return self(out.reshape(lanes * tokens, -1), ring)
 
-    def _share(self, out: jax.Array, axes: tuple[str, ...], ring: Ring) -> jax.Array:
+    def _share(self, out: jax.Array, axes: tuple[str, ...]) -> jax.Array:
         """Project the heads [B * T, H/n, d] that decode leaves a rank of `axes` with."""
         mine = share_of(self.q_local, axes)
         # Zeros for heads at the front of the share that belong to the ranks before, and the rank's own after them.
         behind = jnp.concatenate([jnp.zeros_like(out), out], axis=1)
         own = lax.dynamic_slice_in_dim(behind, mine.count - mine.skip, mine.count, axis=1)
-        return self.columns(own.reshape(out.shape[0], -1), mine.start * out.shape[2], ring)
+        return self.columns(own.reshape(out.shape[0], -1), mine.start * out.shape[2])
 
 
 def head_block(tensor: int, head: int, size: int) -> Block:
