@@ -18,7 +18,7 @@ from jaxpar.values import real_number, shown, whole_number
 
 Phase = Literal["prefill", "decode"]
 PHASES: tuple[Phase, ...] = ("prefill", "decode")
-SublayerName = Literal["attention", "ffn", "moe", "vocabulary"]
+SublayerName = Literal["attention", "mla", "ffn", "moe", "vocabulary"]
 DTYPES = ("float32", "bfloat16", "float16")
 KV_SPLITS = ("replicate", "head_dim")
 # Fields that are whole numbers, and the least that each may be.
@@ -46,13 +46,16 @@ class Sublayer:
 
     Entering gathers the tokens over `gather`, and of those that ranks of `deal` all have each takes its own slice;
     leaving reduce-scatters the partial results over `scatter`, sums them over `sum` and gathers the slices over `deal`.
-    An empty tuple is no communication at all.
+    An empty tuple is no communication at all. Over `ring_in` the sublayer's first product gathers the tokens as it
+    goes, over `ring_out` the last one scatters its sums as it goes (`collectives/matmul.py`), before `sum`.
     """
 
     gather: tuple[str, ...]
     scatter: tuple[str, ...]
     sum: tuple[str, ...]
     deal: tuple[str, ...] = ()
+    ring_in: tuple[str, ...] = ()
+    ring_out: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -79,13 +82,15 @@ class Plan:
     `two_batch_overlap` runs a step as two half batches, layer by layer in turn, so that what one sends may overlap with
     the other's work; `single_batch_overlap` is the number of blocks in which what experts made is sent back, so that
     one block's way may overlap with the next block's work (both as in SGLang).
-    `sequence_parallel` splits the residual stream over tp along its tokens (arXiv:2205.05198); `microbatches` are the
-    groups of a replica's requests that follow one another through the stages of pp (0: as many as stages); `chunk` is
-    the most tokens of one prompt that a prefill step takes; `chunk_parity` makes chunks unequal, the first ones larger
-    than `chunk` and the last smaller, so that less is idle over pp: it is the number of tokens of context at which a
-    token's attention costs as much as the rest of its work (`jaxpar pipeline MODEL` says it; 0: equal chunks);
-    `page_size` the tokens of a KV cache page; `max_num_seqs` the most requests that a replica runs at once; `dtype`
-    that of weights, activations and cache.
+    `sequence_parallel` splits the residual stream over tp along its tokens (arXiv:2205.05198); with `collective_matmul`
+    the products of attention and of dense FFNs gather and scatter them as they go in prefill (`collectives/matmul.py`;
+    latent attention enters, and experts enter and leave, as without it); `microbatches` are the groups of a replica's
+    requests that follow one another through the stages of pp (0: as many as stages); `chunk` is the most tokens of one
+    prompt that a prefill step takes; `chunk_parity` makes chunks unequal, the first ones larger than `chunk` and the
+    last smaller, so that less is idle over pp: it is the number of tokens of context at which a token's attention costs
+    as much as the rest of its work (`jaxpar pipeline MODEL` says it; 0: equal chunks); `page_size` the tokens of a KV
+    cache page; `max_num_seqs` the most requests that a replica runs at once; `dtype` that of weights, activations and
+    cache.
     """
 
     mesh: MeshSpec = field(default_factory=MeshSpec)
@@ -108,6 +113,7 @@ class Plan:
     single_batch_overlap: int = 1
     all_reduce: str = "psum"
     sequence_parallel: bool = False
+    collective_matmul: bool = False
     microbatches: int = 0
     chunk: int = 512
     chunk_parity: int = 0
@@ -157,9 +163,14 @@ class Plan:
             if not isinstance(getattr(self, name), str):
                 default = getattr(Plan, name)
                 raise PlanError(f"{name}={shown(getattr(self, name))}: give a strategy's name, such as {default!r}")
-        for name in ("moe_deduplicate", "two_batch_overlap", "sequence_parallel"):
+        for name in ("moe_deduplicate", "two_batch_overlap", "sequence_parallel", "collective_matmul"):
             if not isinstance(getattr(self, name), bool):
                 raise PlanError(f"{name}={shown(getattr(self, name))}: it must be True or False")
+        if self.collective_matmul and not self.sequence_parallel:
+            raise PlanError(
+                "collective_matmul=True overlaps what sequence parallelism sends, and sequence_parallel=False sends "
+                "none of it: give sequence_parallel, or leave this"
+            )
         capacity = real_number(self.moe_capacity)
         if capacity is None or not 0 <= capacity < math.inf:
             raise PlanError(f"moe_capacity={shown(self.moe_capacity)}: it must be 0 (nothing is dropped) or above")
@@ -239,6 +250,7 @@ class Plan:
             f"{phase}_attention": self.prefill_attention if phase == "prefill" else self.decode_attention,
             "moe_dispatch": self.moe_dispatch,
             "all_reduce": self.all_reduce,
+            **({"projections": "collective_matmul"} if self.collective_matmul else {}),
             "head": "vocab_parallel",
             "sampling": "vocab_parallel",
         }
@@ -251,7 +263,7 @@ class Plan:
         their width.
         """
         of_ffn = sublayer in ("ffn", "moe") and self.decode_attention == "helix"
-        over_cp = phase == "decode" and (sublayer == "attention" or of_ffn)
+        over_cp = phase == "decode" and (sublayer in ("attention", "mla") or of_ffn)
         axes = (*self.sequence, *self.width) if over_cp else self.width
         return tuple(axis for axis in axes if sublayer != "moe" or axis not in self.experts)
 
@@ -265,11 +277,20 @@ class Plan:
         residual, width = self.residual[phase], self.width_of(name, phase)
         is_moe = name == "moe"
         axes = self.active(("dp", "ep", "cp", "tp"))
+        gather = tuple(axis for axis in self.row_slices(phase) if axis in width or not is_moe)
+        scatter = tuple(axis for axis in width if axis in residual)
+        # A decode step would read its weights once a rank of the ring, and wait for as many hops.
+        rings = self.collective_matmul and phase == "prefill"
+        # Latents must be the same on all ranks, bit for bit: each product of a ring has its rows in other places.
+        ring_in = rings and name in ("attention", "ffn")
+        ring_out = rings and name in ("attention", "mla", "ffn")
         return Sublayer(
-            gather=tuple(axis for axis in self.row_slices(phase) if axis in width or not is_moe),
-            scatter=tuple(axis for axis in width if axis in residual),
+            gather=() if ring_in else gather,
+            scatter=() if ring_out else scatter,
             sum=tuple(axis for axis in width if axis not in residual),
             deal=tuple(axis for axis in axes if axis not in (*residual, *width)) if is_moe else (),
+            ring_in=gather if ring_in else (),
+            ring_out=scatter if ring_out else (),
         )
 
     def routed(self, phase: Phase) -> tuple[str, ...]:

@@ -229,6 +229,7 @@ class Programs:
             in_shardings=self.sharded(specs),
             out_shardings=self.sharded(self._out_specs(phase, logits)),
             donate_argnums=1,
+            compiler_options=compiler_options(self.mesh.devices.flat[0].platform, self.plan),
         )
 
     def _resized_on_use(self, lanes: int, rows: int, spec: P) -> Any:
@@ -337,6 +338,17 @@ class Programs:
             return StepOutput(None, None, scores.reshape(step.lanes, step.tokens, -1), None, None)
         token, logprob = strategies["sampling"].run(scores, vocab_size, plan.width, batch.options, step.sampled)
         return StepOutput(token, logprob, None, None, None)
+
+
+def compiler_options(platform: str, plan: Plan) -> dict[str, str] | None:
+    """What XLA is told on a platform; None: nothing.
+
+    XLA:GPU keeps one collective under way at a time. A ring that sends both ways has two, of which the first would then
+    end before the product begins.
+    """
+    if plan.collective_matmul and platform in ("gpu", "cuda", "rocm"):
+        return {"xla_gpu_experimental_parallel_collective_overlap_limit": "2"}
+    return None
 
 
 def _no_keys(planes: list[list[Plane]], plan: Plan, pages: int) -> Cache:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Iterator
 from jaxpar.attention import head_dim, local
 from jaxpar.attention.decode import a2a, ag_rs, helix, q_replicated
 from jaxpar.attention.prefill import all_gather, auto, ring, ring_q, ulysses, usp
+from jaxpar.collectives import matmul
 from jaxpar.collectives.reductions import psum
 from jaxpar.errors import PlanError
 from jaxpar.moe.dispatch import all_to_all, ragged, standard, two_level
@@ -39,6 +40,7 @@ STRATEGIES: tuple[Strategy, ...] = (
     ragged.STRATEGY,
     two_level.STRATEGY,
     psum.STRATEGY,
+    matmul.STRATEGY,
     head.STRATEGY,
     sampling.STRATEGY,
     loss.STRATEGY,

@@ -95,6 +95,11 @@ class Step:
         return [by_kind(self.config, layers) for layers in slots_of(self.config, self.plan)]
 
     @property
+    def attention(self) -> SublayerName:
+        """The plan's name for the model's attention."""
+        return "attention" if self.config.mla is None else "mla"
+
+    @property
     def layers(self) -> int:
         """Layers that a rank runs: slots, of which some may hold none on its stage of a pipeline."""
         return len(self._kinds)

@@ -24,6 +24,7 @@ CHOICES: Mapping[str, Mapping[str, Any]] = {
     "helix,overlap=3": {"decode_attention": "helix", "decode_overlap": 3},
     "sequence_parallel": {"sequence_parallel": True},
     "sequence_parallel,helix": {"sequence_parallel": True, "decode_attention": "helix"},
+    "collective_matmul": {"sequence_parallel": True, "collective_matmul": True},
     "two_batches": {"two_batch_overlap": True},
     "head_dim": {"kv_split": "head_dim"},
 }
@@ -38,6 +39,8 @@ def phases_of(choice: str, mesh: str) -> tuple[Phase, ...]:
     if "two_batch_overlap" in chosen:
         # Steps are cut in two in the same way everywhere: a few meshes of several axes show it.
         return PHASES if min(sizes.dp, sizes.tp) > 1 else ()
+    if chosen.get("collective_matmul"):
+        return ("prefill",)
     if chosen.get("sequence_parallel") and (len(chosen) == 1 or sizes.cp > 1):
         return PHASES
     if "kv_split" in chosen:

@@ -54,6 +54,15 @@ def test_a_residual_stream_split_over_tp_turns_the_sum_into_a_gather_and_a_reduc
             assert plan.sublayer(name, phase) == Sublayer(gather=("tp",), scatter=("tp",), sum=())
 
 
+def test_products_take_the_place_of_the_gather_and_the_reduce_scatter_of_a_prefill() -> None:
+    plan = Plan(MeshSpec(cp=2, tp=4), sequence_parallel=True, collective_matmul=True)
+    ring = Sublayer(gather=(), scatter=(), sum=(), ring_in=("tp",), ring_out=("tp",))
+    assert plan.sublayer("attention", "prefill") == plan.sublayer("ffn", "prefill") == ring
+    without = replace(plan, collective_matmul=False)
+    assert plan.sublayer("vocabulary", "prefill") == without.sublayer("vocabulary", "prefill")
+    assert all(plan.sublayer(name, "decode") == without.sublayer(name, "decode") for name in SUBLAYERS)
+
+
 def test_heads_lie_over_cp_and_tp_after_decode_attention_and_under_helix_so_does_the_ffn() -> None:
     plan = Plan(MeshSpec(dp=2, cp=2, tp=2))
     widths = {name: plan.width_of(name, "decode") for name in SUBLAYERS}
@@ -116,6 +125,12 @@ def test_partial_sums_leave_a_sublayer_over_its_width_and_nothing_else(
         ({"moe_capacity": "1"}, "moe_capacity='1': it must be 0 (nothing is dropped) or above"),
         ({"devices_per_node": -1}, "devices_per_node=-1: it must be a whole number of at least 0"),
         ({"sequence_parallel": "no"}, "sequence_parallel='no': it must be True or False"),
+        ({"sequence_parallel": True, "collective_matmul": 1}, "collective_matmul=1: it must be True or False"),
+        (
+            {"collective_matmul": True},
+            "collective_matmul=True overlaps what sequence parallelism sends, and sequence_parallel=False sends none "
+            "of it: give sequence_parallel, or leave this",
+        ),
         ({"experts_over": ("pp",)}, "experts over 'pp': a pipeline stage keeps its own experts; use axes out of dp"),
         ({"experts_over": "ep,ep"}, "experts over 'ep,ep': axis ep is given twice"),
         ({"experts_over": None}, 'experts over None: give axes out of dp, ep, cp, tp, such as "dp,tp"'),

@@ -30,6 +30,7 @@ _HELP: dict[str, str] = {
     "two_batch_overlap": "Run a step as two half batches, layer by layer in turn.",
     "single_batch_overlap": "Blocks in which all_to_all sends back what experts made.",
     "sequence_parallel": "Split the residual stream over tp along its tokens.",
+    "collective_matmul": "With sequence_parallel: prefill products send as they go.",
     "microbatches": "Groups of a replica's requests that follow one another over pp; 0: one a stage.",
     "chunk": "Most tokens of a prompt that one prefill step takes.",
     "chunk_parity": "Context at which attention costs as much as the rest: levels chunks; 0: equal ones.",

@@ -93,13 +93,17 @@ def ragged_all_to_all_into(
     return moved
 
 
-def shift(x: jax.Array, axes: tuple[str, ...], groups: Groups = None) -> jax.Array:
-    """What the previous rank has: one hop around the ring of all ranks, or around the ring of each group."""
+def shift(x: jax.Array, axes: tuple[str, ...], groups: Groups = None, back: bool = False) -> jax.Array:
+    """What the previous rank has: one hop around the ring of all ranks, or around the ring of each group.
+
+    `back` is the other way round: what the next rank has.
+    """
     if not axes or _alone(groups):
         return x
     require_varying("shift", x, axes)
     rings = [range(lax.axis_size(axes))] if groups is None else groups
-    return lax.ppermute(x, axes, [(ring[i - 1], ring[i]) for ring in rings for i in range(len(ring))])
+    hops = [(ring[i - 1], ring[i]) for ring in rings for i in range(len(ring))]
+    return lax.ppermute(x, axes, [(target, source) for source, target in hops] if back else hops)
 
 
 def pass_on(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:

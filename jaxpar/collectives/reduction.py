@@ -105,14 +105,16 @@ def sublayers_traffic(step: Step, reduction: Reduction) -> list[Traffic]:
     that deals its tokens out gathers the slices.
     """
     rows: list[Traffic] = []
-    sublayers: list[tuple[SublayerName, int, int]] = [
-        ("attention", step.layers, step.rows),
-        ("ffn", step.dense_layers, step.rows),
-        ("moe", step.moe_layers, step.moe_rows),
+    sublayers: list[tuple[str, SublayerName, int, int]] = [
+        ("attention", step.attention, step.layers, step.rows),
+        ("ffn", "ffn", step.dense_layers, step.rows),
+        ("moe", "moe", step.moe_layers, step.moe_rows),
     ]
-    for name, calls, count in sublayers:
-        sublayer, scope = step.plan.sublayer(name, step.phase), (name, reduction.name)
+    for said, name, calls, count in sublayers:
+        sublayer, scope = step.plan.sublayer(name, step.phase), (said, reduction.name)
         if calls:
+            # A ring of products leaves a slice of the rows to be summed.
+            count = -(-count // step.ranks(sublayer.ring_out))
             rows += enter_traffic(step, scope, sublayer, calls, reduction)
             rows += leave_traffic(step, scope, sublayer, count, calls, reduction)
     return rows

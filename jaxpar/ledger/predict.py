@@ -42,14 +42,18 @@ def predict_flops(step: Step) -> dict[str, int]:
 
 def _flops(step: Step) -> dict[str, int]:
     """Those of one batch."""
-    config, heads, rows = step.config, step.heads, product_rows(step.rows, step.itemsize)
-    hidden, plan = config.hidden_size, step.plan
+    config, heads, hidden, plan = step.config, step.heads, step.config.hidden_size, step.plan
     attention = chosen(step)[f"{step.phase}_attention"]
     # In decode ranks of cp share the output projection, and the query projection where the strategy gathers queries.
     queries = step.heads_over_cp if plan.active(attention.query_axes) else heads.q_local
     outputs = step.heads_over_cp if step.phase == "decode" else heads.q_local
-    projections = 2 * rows * _projected(config, queries, outputs, heads)
+    attends, feeds = (plan.sublayer(name, step.phase) for name in (step.attention, "ffn"))
+    projections = 2 * _multiplied(step, attends.ring_in) * _projected(config, queries, heads)
+    made = hidden * heads.slice_of(config.v_head_dim) * outputs
+    projections += 2 * _multiplied(step, attends.ring_out) * made
     tokens = product_rows(step.rows if step.logits else step.lanes, step.itemsize)
+    # Its products go around the same ring.
+    rows = _multiplied(step, feeds.ring_in)
     ffn = _gated_ffn(rows, hidden, step.width_share("ffn", config.intermediate_size))
     return {
         "attention": step.layers * projections,
@@ -60,14 +64,19 @@ def _flops(step: Step) -> dict[str, int]:
     }
 
 
-def _projected(config: ModelConfig, queries: int, outputs: int, heads: HeadLayout) -> int:
-    """Weights of attention that a token passes on a rank: the projections of so many heads, and those before heads."""
+def _multiplied(step: Step, ring: tuple[str, ...]) -> int:
+    """Rows of a projection's products, which are as many as there are ranks in its `ring`."""
+    ranks = step.ranks(ring)
+    return ranks * product_rows(-(-step.rows // ranks), step.itemsize)
+
+
+def _projected(config: ModelConfig, queries: int, heads: HeadLayout) -> int:
+    """Weights before attention that a token passes on a rank: projections to so many heads, and those before heads."""
     hidden, mla = config.hidden_size, config.mla
-    out = hidden * heads.slice_of(config.v_head_dim) * outputs
     if mla is None:
-        return out + hidden * heads.slice_of(config.head_dim) * (queries + 2 * heads.kv_local)
+        return hidden * heads.slice_of(config.head_dim) * (queries + 2 * heads.kv_local)
     latents = hidden * ((mla.q_lora_rank or 0) + mla.kv_lora_rank + mla.qk_rope_head_dim)
-    return out + latents + (mla.q_lora_rank or hidden) * config.head_dim * queries
+    return latents + (mla.q_lora_rank or hidden) * config.head_dim * queries
 
 
 def _gated_ffn(rows: int, hidden: int, width: int) -> int:

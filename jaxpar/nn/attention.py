@@ -15,7 +15,7 @@ from jaxpar.attention.partial import NO_WINDOW
 from jaxpar.checkpoint.config import ModelConfig
 from jaxpar.heads import HeadLayout, heads_of
 from jaxpar.nn.context import StepContext
-from jaxpar.nn.linear import ColumnParallel, rms_norm, share_of
+from jaxpar.nn.linear import ColumnParallel, Ring, rms_norm, share_of
 from jaxpar.nn.output import OutputProjection, head_block, head_slice
 from jaxpar.nn.rope import rotate
 from jaxpar.nn.stage import Prefixes, by_stage, own_value, prefixes_of
@@ -73,16 +73,17 @@ class Attention(nnx.Module):
         return self.out.of_heads(step.attention(inputs), step, x.dtype), planes
 
     def _project(self, x: jax.Array, step: StepContext) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Tokens [B * T, D] -> rotated queries [B * T, H, d] (or a share of H), rotated keys and values."""
+        """Tokens [B * T, D], or a slice of them -> rotated queries [B * T, H, d] (or a share of H) and keys, values."""
         kv, heads, size = self.heads.kv_local, self.heads.q_local, self.heads.slice_of(self.head_dim)
         if step.query_axes:
             mine = share_of(heads, step.query_axes)
             q = self.qkv.rows(x, mine.start * size, mine.count * size)
             both = self.qkv.rows(x, heads * size, 2 * kv * size)
         else:
-            together = self.qkv(x)
+            ring = Ring(step.plan.sublayer("attention", step.phase).ring_in, "attention")
+            together = self.qkv(x, ring)[: step.positions.size]
             q, both = together[:, : heads * size], together[:, heads * size :]
-        q, both = q.reshape(x.shape[0], -1, size), both.reshape(x.shape[0], -1, size)
+        q, both = (y.reshape(step.positions.size, -1, size) for y in (q, both))
         k, v = both[:, :kv], both[:, kv:]
         if self.q_norm is not None and self.k_norm is not None:
             of_q, of_k = head_dim.mean_squares(q, k, step.plan, step.phase, self.heads, self.head_dim)

@@ -22,7 +22,7 @@ from jaxpar.collectives import enter, leave
 from jaxpar.moe.record import LayerRecord, added
 from jaxpar.nn.attention import Attention
 from jaxpar.nn.context import StepContext
-from jaxpar.nn.linear import rms_norm
+from jaxpar.nn.linear import Ring, rms_norm
 from jaxpar.nn.mla import MLA
 from jaxpar.nn.mlp import MLP
 from jaxpar.nn.moe import MoE
@@ -54,7 +54,7 @@ class Slot(nnx.Module):
 
     def attend(self, x: jax.Array, planes: Planes, step: StepContext) -> tuple[jax.Array, Planes]:
         """Residual rows [R, D] and the layer's cache -> both after the layer's attention."""
-        sublayer = step.plan.sublayer("attention", step.phase)
+        sublayer = step.plan.sublayer("mla" if isinstance(self.attention, MLA) else "attention", step.phase)
         with jax.named_scope(f"attention:{step.reduction.name}"):
             h = enter(rms_norm(x, self.attention_norm[0], self.eps), sublayer, step.positions.size, step.reduction)
             part, planes = self.attention(h, planes, step)
@@ -79,7 +79,8 @@ class Slot(nnx.Module):
             if isinstance(ffn, MoE):
                 part, record = ffn(h, split, step)
                 return onto + leave(part, sublayer, step.reduction)[: x.shape[0]], record
-            return onto + ffn.down.add_bias(leave(ffn(h, split), sublayer, step.reduction)), None
+            part = ffn(h, split, Ring(sublayer.ring_in, name), Ring(sublayer.ring_out, name))
+            return onto + ffn.down.add_bias(leave(part, sublayer, step.reduction)), None
 
 
 def _mlp(config: ModelConfig, plan: Plan, layers: Layers) -> MLP:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +11,7 @@ from flax import nnx
 from jax import lax
 
 from jaxpar.collectives import rank_index
+from jaxpar.collectives.matmul import gather_matmul, matmul_scatter
 from jaxpar.nn.weights import Weight
 
 
@@ -27,6 +29,17 @@ def product_rows(rows: int, itemsize: int) -> int:
     two, and accelerators fill up their tiles in any case.
     """
     return 2 if rows == 1 and itemsize == 2 else rows
+
+
+class Ring(NamedTuple):
+    """The axes around which tokens go while they are multiplied (`collectives/matmul.py`), and whose product it is."""
+
+    axes: tuple[str, ...]
+    sublayer: str
+
+
+NO_RING = Ring((), "")
+"""A product that has all its tokens, and keeps its result."""
 
 
 @dataclass(frozen=True)
@@ -61,9 +74,12 @@ class ColumnParallel(nnx.Module):
         self.weight = weight
         self.bias = bias
 
-    def __call__(self, x: jax.Array) -> jax.Array:
-        """Project; the bias is split like the rows."""
-        y = matmul(x, self.weight[0])
+    def __call__(self, x: jax.Array, ring: Ring = NO_RING) -> jax.Array:
+        """Project; the bias is split like the rows.
+
+        Over `ring` the input is a slice of the tokens, and those of the other slices come as it goes: [P * T, O/tp].
+        """
+        y = gather_matmul(x, ring.axes, lambda rows: matmul(rows, self.weight[0]), ring.sublayer)
         return y if self.bias is None else y + self.bias[0].astype(y.dtype)[None, :]
 
     def rows(self, x: jax.Array, start: jax.Array | int, count: int) -> jax.Array:
@@ -85,9 +101,12 @@ class RowParallel(nnx.Module):
         self.weight = weight
         self.bias = bias
 
-    def __call__(self, x: jax.Array) -> jax.Array:
-        """The rank's partial result, in the dtype in which it is sent."""
-        return matmul(x, self.weight[0]).astype(x.dtype)
+    def __call__(self, x: jax.Array, ring: Ring = NO_RING) -> jax.Array:
+        """The rank's partial result, in the dtype in which it is sent.
+
+        Over `ring` it is summed as it goes, and a slice of the tokens is left: [ceil(T / P), O].
+        """
+        return matmul_scatter(x, ring.axes, lambda rows: matmul(rows, self.weight[0]), ring.sublayer)
 
     def columns(self, x: jax.Array, start: jax.Array | int) -> jax.Array:
         """The same of [T, count]: the part of the input that belongs to as many columns from `start` on."""

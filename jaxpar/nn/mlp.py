@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxpar.checkpoint.config import ModelConfig
-from jaxpar.nn.linear import ColumnParallel, RowParallel, share_of
+from jaxpar.nn.linear import NO_RING, ColumnParallel, Ring, RowParallel, share_of
 from jaxpar.nn.stage import Prefixes, by_stage
 from jaxpar.nn.weights import Block, Entry, Source, residual_std, weight
 from jaxpar.plan import Plan
@@ -48,12 +48,17 @@ class MLP(nnx.Module):
             weight(biases, (None,), dtype, "zeros", stages) if config.mlp_bias else None,
         )
 
-    def __call__(self, x: jax.Array, split: tuple[str, ...]) -> jax.Array:
-        """[T, D] -> a partial sum of [T, D] over tp, and over the axes `split`, whose ranks share the rank's width."""
+    def __call__(
+        self, x: jax.Array, split: tuple[str, ...], ring_in: Ring = NO_RING, ring_out: Ring = NO_RING
+    ) -> jax.Array:
+        """[T, D] -> a partial sum of [T, D] over tp, and over the axes `split`, whose ranks share the rank's width.
+
+        Over rings `x` is a slice of the tokens, and so is what comes of it, summed over them; nothing is split then.
+        """
         width = self.gate_up.weight[0].shape[0] // 2
         if not split:
-            both = self.gate_up(x)
-            return self.down(gated(both[:, :width], both[:, width:]).astype(x.dtype))
+            both = self.gate_up(x, ring_in)
+            return self.down(gated(both[:, :width], both[:, width:]).astype(x.dtype), ring_out)
         mine = share_of(width, split)
         gate, up = (self.gate_up.rows(x, start, mine.count) for start in (mine.start, width + mine.start))
         own = jnp.arange(mine.count)[None, :] >= mine.skip

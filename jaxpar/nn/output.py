@@ -9,7 +9,7 @@ from jax import lax
 from jaxpar.checkpoint.config import ModelConfig
 from jaxpar.heads import PADDED, HeadLayout
 from jaxpar.nn.context import StepContext
-from jaxpar.nn.linear import RowParallel, share_of
+from jaxpar.nn.linear import Ring, RowParallel, share_of
 from jaxpar.nn.stage import by_stage, prefixes_of
 from jaxpar.nn.weights import ZEROS, Block, Source, residual_std, weight
 from jaxpar.pipeline.stages import Layers
@@ -44,7 +44,8 @@ class OutputProjection(RowParallel):
         out = out.astype(dtype).reshape(lanes * tokens, -1, size)
         if step.phase == "decode" and step.plan.sequence:
             return self._share(out, step.plan.sequence)
-        return self(out.reshape(lanes * tokens, -1))
+        ring = Ring(step.plan.sublayer("attention", step.phase).ring_out, "attention")
+        return self(out.reshape(lanes * tokens, -1), ring)
 
     def _share(self, out: jax.Array, axes: tuple[str, ...]) -> jax.Array:
         """Project the heads [B * T, H/n, d] that decode leaves a rank of `axes` with."""
