@@ -17,8 +17,9 @@ from jaxpar.nn.context import StepContext
 from jaxpar.nn.linear import ColumnParallel, rms_norm, share_of
 from jaxpar.nn.output import OutputProjection, head_block
 from jaxpar.nn.rope import rotate
-from jaxpar.nn.stage import Prefixes, by_stage, own_value, prefixes_of
+from jaxpar.nn.stage import Prefixes, by_stage, own_value, prefixes_of, presence
 from jaxpar.nn.weights import Source, Weight, weight
+from jaxpar.pipeline.present import on_stages
 from jaxpar.pipeline.stages import Layers
 from jaxpar.plan import Plan
 
@@ -36,6 +37,7 @@ class Attention(nnx.Module):
         self.eps = config.rms_norm_eps
         self.windows = _windows(config, layers)
         names = prefixes_of(layers, "self_attn.")
+        self.present = presence(names)
         tp, stages, dtype = plan.width, plan.pipeline, plan.dtype
         self.qkv = ColumnParallel(
             weight(by_stage(names, partial(_qkv, config, self.heads, "weight")), (tp, None), dtype, 0.02, stages),
@@ -54,7 +56,8 @@ class Attention(nnx.Module):
 
     def __call__(self, x: jax.Array, planes: Planes, step: StepContext) -> tuple[jax.Array, Planes]:
         """Tokens [B * T, D] and the layer's cache -> a partial sum of [B * T, D], and the cache with them in it."""
-        q, k, v = self._project(x, step)
+        where_present = partial(on_stages, self.present, step.plan.pipeline)
+        q, k, v = where_present(lambda: self._project(x, step))
         lanes, tokens = step.positions.shape
         q, k, v = (y.reshape(lanes, tokens, *y.shape[1:]) for y in (q, k, v))
         planes, bag = step.store.update(planes, {"k": k, "v": v})
@@ -68,7 +71,8 @@ class Attention(nnx.Module):
             self.heads.group,
             sinks=None if self.sinks is None else self.sinks[0].astype(jnp.float32),
         )
-        return self.out.of_heads(step.attention(inputs), step, x.dtype), planes
+        heads = where_present(lambda: step.attention(inputs))
+        return where_present(lambda: self.out.of_heads(heads, step, x.dtype)), planes
 
     def _project(self, x: jax.Array, step: StepContext) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Tokens [B * T, D] -> rotated queries [B * T, H, d] (or a share of H), rotated keys and values."""
