@@ -61,17 +61,22 @@ class Attention(nnx.Module):
         lanes, tokens = step.positions.shape
         q, k, v = (y.reshape(lanes, tokens, *y.shape[1:]) for y in (q, k, v))
         planes, bag = step.store.update(planes, {"k": k, "v": v})
-        inputs = Inputs(
-            q,
-            (bag["k"], bag["v"]),
-            step.positions,
-            step.store.key_positions,
-            None if self.windows is None else own_value(self.windows, step.plan.pipeline),
-            self.head_dim**-0.5,
-            self.heads.group,
-            sinks=None if self.sinks is None else self.sinks[0].astype(jnp.float32),
-        )
-        heads = where_present(lambda: step.attention(inputs))
+
+        def attended() -> jax.Array:
+            keys = bag()
+            inputs = Inputs(
+                q,
+                (keys["k"], keys["v"]),
+                step.positions,
+                step.store.key_positions,
+                None if self.windows is None else own_value(self.windows, step.plan.pipeline),
+                self.head_dim**-0.5,
+                self.heads.group,
+                sinks=None if self.sinks is None else self.sinks[0].astype(jnp.float32),
+            )
+            return step.attention(inputs)
+
+        heads = where_present(attended)
         return where_present(lambda: self.out.of_heads(heads, step, x.dtype)), planes
 
     def _project(self, x: jax.Array, step: StepContext) -> tuple[jax.Array, jax.Array, jax.Array]:

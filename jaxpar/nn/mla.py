@@ -74,18 +74,22 @@ class MLA(nnx.Module):
         projected = where_present(lambda: self._project(x, step))
         q, latent, rope = (y.reshape(lanes, tokens, *y.shape[1:]) for y in projected)
         planes, bag = step.store.update(planes, {"latent": latent, "rope": rope})
-        up = self.kv_up[0].reshape(self.heads.kv_local, -1, self.mla.kv_lora_rank)
-        inputs = Inputs(
-            q,
-            (bag["latent"], bag["rope"]),
-            step.positions,
-            step.store.key_positions,
-            None,
-            self.scale,
-            self.heads.group,
-            latent=Latent(up, self.mla.qk_nope_head_dim, absorbed=step.phase == "decode"),
-        )
-        heads = where_present(lambda: step.attention(inputs))
+
+        def attended() -> jax.Array:
+            keys, up = bag(), self.kv_up[0].reshape(self.heads.kv_local, -1, self.mla.kv_lora_rank)
+            inputs = Inputs(
+                q,
+                (keys["latent"], keys["rope"]),
+                step.positions,
+                step.store.key_positions,
+                None,
+                self.scale,
+                self.heads.group,
+                latent=Latent(up, self.mla.qk_nope_head_dim, absorbed=step.phase == "decode"),
+            )
+            return step.attention(inputs)
+
+        heads = where_present(attended)
         return where_present(lambda: self.out.of_heads(heads, step, x.dtype)), planes
 
     def _project(self, x: jax.Array, step: StepContext) -> tuple[jax.Array, jax.Array, jax.Array]:
