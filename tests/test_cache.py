@@ -33,7 +33,7 @@ def store(
     """One step: the cache after it, and the bag of every lane."""
     paged = PagedStore(positions_plane, table, start, positions)
     planes, bag = paged.update(planes, new)
-    return planes, paged.positions_plane, bag, paged.key_positions
+    return planes, paged.positions_plane, bag(), paged.key_positions
 
 
 class Run:

@@ -3,21 +3,29 @@
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Callable
 from fractions import Fraction
 from typing import Any
 
+import jax
 import pytest
 from oracle_checks import assert_logits, assert_tokens, checked_loads
 from oracle_data import EXPERT_ORACLES, ORACLES, ROOT, load_oracle
 from sample_models import open_session, oracle_runner
 
 import jaxpar
+from jaxpar.collectives import varying_axes
+from jaxpar.devices import abstract_mesh
 from jaxpar.errors import PlanError
 from jaxpar.ledger.report import make_ledger
+from jaxpar.ledger.scope import scope_of
+from jaxpar.ledger.walk import equations, inner_jaxprs, scopes_of
 from jaxpar.mesh import MeshSpec
 from jaxpar.pipeline.timetable import decode_timetable, prefill_timetable
-from jaxpar.plan import Plan
+from jaxpar.plan import PHASES, Phase, Plan
+from jaxpar.program import Programs
+from jaxpar.strategies import Step
 
 pytestmark = pytest.mark.usefixtures("unwritten_pages_are_nan")
 Record = Callable[[str, object], None]
@@ -154,6 +162,50 @@ def test_a_split_residual_stream_sends_a_slice_of_its_rows() -> None:
     )
     of_whole, of_split = ([row.sent_bytes for row in rows if row.sublayer == "pipeline"] for rows in (whole, split))
     assert of_whole == [2 * size for size in of_split]
+
+
+# What a stage skips
+
+
+def products(name: str, mesh: str, stages: str, phase: Phase) -> tuple[Counter[str], Counter[str], list[Any]]:
+    """Products by sublayer that every stage computes, those that some stages skip, and what may be skipped gives."""
+    config, plan = oracle_runner(name, "tp=1").config, Plan(MeshSpec.parse(mesh), page_size=4, stages=stages)
+    programs, step = Programs(config, plan, abstract_mesh(plan.mesh)), Step(config, plan, phase, 2, 1, 12)
+    traced = jax.make_jaxpr(programs.spmd(phase))(*programs.abstract_arguments(step, pages=8))
+    run, skipped, given = Counter[str](), Counter[str](), []
+
+    def visit(jaxpr: Any, scopes: str, is_skipped: bool) -> None:
+        for eqn in equations(jaxpr):
+            inside, may_skip = scopes_of(eqn, scopes), is_skipped
+            if eqn.primitive.name in ("dot_general", "ragged_dot_general"):
+                (skipped if is_skipped else run)[scope_of(inside)[0]] += 1
+            if eqn.primitive.name == "cond" and "pp" in varying_axes(eqn.invars[0].aval):
+                may_skip = True
+                given.extend(out.aval for out in eqn.outvars)
+            for inner in inner_jaxprs(eqn):
+                visit(inner, inside, may_skip)
+
+    visit(traced, "", False)
+    return run, skipped, given
+
+
+@pytest.mark.parametrize("phase", PHASES)
+def test_a_stage_skips_the_products_of_layers_that_it_has_not_and_no_others(phase: Phase) -> None:
+    of_one, head, _ = products("qwen2_sliding", "pp=4", "even", phase)
+    # Two slots that both stages have: twice the products of one, and only the head is skipped.
+    assert products("qwen2_sliding", "pp=2", "even", phase)[:2] == (of_one + of_one, head)
+    # One slot that both have, and two that only the second has.
+    run, skipped, given = products("qwen2_sliding", "pp=2", "1,3", phase)
+    assert (run, skipped) == (of_one, of_one + of_one + head)
+    # A cache plane has five dimensions, and would be copied.
+    assert all(array.ndim < 5 for array in given)
+
+
+def test_a_stage_skips_the_half_of_a_slot_of_both_kinds_that_it_has_not() -> None:
+    # A dense layer on the first stage, two with experts on the second.
+    run, skipped, _ = products("deepseek_v3", "pp=2", "1,2", "decode")
+    assert run.keys() == {"attention", "decode_attention"}
+    assert skipped.keys() == {"attention", "decode_attention", "ffn", "moe", "experts", "head"}
 
 
 @pytest.mark.parametrize(

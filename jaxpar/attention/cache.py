@@ -13,6 +13,7 @@ product wants them, with no transposition on the way.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -81,8 +82,8 @@ class KeyStore(Protocol):
 
     key_positions: jax.Array
 
-    def update(self, planes: Planes, new: Planes) -> tuple[Planes, Planes]:
-        """Store `new` [B, T, heads, size] by name -> the updated planes and the bag [heads, B, S, size]."""
+    def update(self, planes: Planes, new: Planes) -> tuple[Planes, Callable[[], Planes]]:
+        """Store `new` [B, T, heads, size] by name -> the updated planes, and what reads the bag [heads, B, S, size]."""
         ...
 
 
@@ -124,11 +125,14 @@ class PagedStore:
         flat = jnp.take_along_axis(x, self._token.reshape(x.shape[0], -1), axis=1)
         return flat.reshape(self._token.shape)
 
-    def update(self, planes: Planes, new: Planes) -> tuple[Planes, Planes]:
+    def update(self, planes: Planes, new: Planes) -> tuple[Planes, Callable[[], Planes]]:
         """See KeyStore; planes are [1, heads, pages, page_size, size] in the local view."""
         written = {name: self._write(plane[0], new[name]) for name, plane in planes.items()}
-        bags = {name: self._gather(plane) for name, plane in written.items()}
-        return {name: plane[None] for name, plane in written.items()}, bags
+
+        def bag() -> Planes:
+            return {name: self._gather(plane) for name, plane in written.items()}
+
+        return {name: plane[None] for name, plane in written.items()}, bag
 
     def _write(self, plane: jax.Array, new: jax.Array) -> jax.Array:
         lanes, heads = new.shape[0], plane.shape[0]

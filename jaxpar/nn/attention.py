@@ -18,8 +18,9 @@ from jaxpar.nn.context import StepContext
 from jaxpar.nn.linear import ColumnParallel, Ring, rms_norm, share_of
 from jaxpar.nn.output import OutputProjection, head_block, head_slice
 from jaxpar.nn.rope import rotate
-from jaxpar.nn.stage import Prefixes, by_stage, own_value, prefixes_of
+from jaxpar.nn.stage import Prefixes, by_stage, own_value, prefixes_of, presence
 from jaxpar.nn.weights import Block, Source, Weight, weight
+from jaxpar.pipeline.present import on_stages
 from jaxpar.pipeline.stages import Layers
 from jaxpar.plan import Plan
 
@@ -37,6 +38,7 @@ class Attention(nnx.Module):
         self.eps = config.rms_norm_eps
         self.windows = _windows(config, layers)
         names = prefixes_of(layers, "self_attn.")
+        self.present = presence(names)
         tp, stages, dtype = plan.width, plan.pipeline, plan.dtype
         self.qkv = ColumnParallel(
             weight(by_stage(names, partial(_qkv, config, self.heads, "weight")), (tp, None), dtype, 0.02, stages),
@@ -55,22 +57,29 @@ class Attention(nnx.Module):
 
     def __call__(self, x: jax.Array, planes: Planes, step: StepContext) -> tuple[jax.Array, Planes]:
         """Tokens [B * T, D] and the layer's cache -> a partial sum of [B * T, D], and the cache with them in it."""
-        q, k, v = self._project(x, step)
+        where_present = partial(on_stages, self.present, step.plan.pipeline)
+        q, k, v = where_present(lambda: self._project(x, step))
         lanes, tokens = step.positions.shape
         q, k, v = (y.reshape(lanes, tokens, *y.shape[1:]) for y in (q, k, v))
         planes, bag = step.store.update(planes, {"k": k, "v": v})
-        inputs = Inputs(
-            q,
-            (bag["k"], bag["v"]),
-            step.positions,
-            step.store.key_positions,
-            None if self.windows is None else own_value(self.windows, step.plan.pipeline),
-            self.head_dim**-0.5,
-            self.heads.group,
-            sinks=None if self.sinks is None else self.sinks[0].astype(jnp.float32),
-            groups=self.heads.groups,
-        )
-        return self.out.of_heads(step.attention(inputs), step, x.dtype), planes
+
+        def attended() -> jax.Array:
+            keys = bag()
+            inputs = Inputs(
+                q,
+                (keys["k"], keys["v"]),
+                step.positions,
+                step.store.key_positions,
+                None if self.windows is None else own_value(self.windows, step.plan.pipeline),
+                self.head_dim**-0.5,
+                self.heads.group,
+                sinks=None if self.sinks is None else self.sinks[0].astype(jnp.float32),
+                groups=self.heads.groups,
+            )
+            return step.attention(inputs)
+
+        heads = where_present(attended)
+        return where_present(lambda: self.out.of_heads(heads, step, x.dtype)), planes
 
     def _project(self, x: jax.Array, step: StepContext) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Tokens [B * T, D], or a slice of them -> rotated queries [B * T, H, d] (or a share of H) and keys, values."""

@@ -25,8 +25,9 @@ from jaxpar.nn.context import StepContext
 from jaxpar.nn.linear import ColumnParallel, matmul, rms_norm, share_of
 from jaxpar.nn.output import OutputProjection, head_block
 from jaxpar.nn.rope import rotate
-from jaxpar.nn.stage import by_stage, prefixes_of
+from jaxpar.nn.stage import by_stage, prefixes_of, presence
 from jaxpar.nn.weights import Block, Source, Weight, weight
+from jaxpar.pipeline.present import on_stages
 from jaxpar.pipeline.stages import Layers
 from jaxpar.plan import Plan
 
@@ -42,6 +43,7 @@ class MLA(nnx.Module):
         self.mla, self.heads = mla, heads_of(config, plan)
         self.interleaved, self.scale = config.rope.interleaved, mla.scale_factor * config.head_dim**-0.5
         names = prefixes_of(layers, "self_attn.")
+        self.present = presence(names)
         tp, stages, dtype = plan.width, plan.pipeline, plan.dtype
         hidden, rank = config.hidden_size, mla.q_lora_rank
 
@@ -68,20 +70,27 @@ class MLA(nnx.Module):
     def __call__(self, x: jax.Array, planes: Planes, step: StepContext) -> tuple[jax.Array, Planes]:
         """Tokens [B * T, D] and the layer's cache -> a partial sum of [B * T, D], and the cache with them in it."""
         lanes, tokens = step.positions.shape
-        q, latent, rope = (y.reshape(lanes, tokens, *y.shape[1:]) for y in self._project(x, step))
+        where_present = partial(on_stages, self.present, step.plan.pipeline)
+        projected = where_present(lambda: self._project(x, step))
+        q, latent, rope = (y.reshape(lanes, tokens, *y.shape[1:]) for y in projected)
         planes, bag = step.store.update(planes, {"latent": latent, "rope": rope})
-        up = self.kv_up[0].reshape(self.heads.kv_local, -1, self.mla.kv_lora_rank)
-        inputs = Inputs(
-            q,
-            (bag["latent"], bag["rope"]),
-            step.positions,
-            step.store.key_positions,
-            None,
-            self.scale,
-            self.heads.group,
-            latent=Latent(up, self.mla.qk_nope_head_dim, absorbed=step.phase == "decode"),
-        )
-        return self.out.of_heads(step.attention(inputs), step, x.dtype), planes
+
+        def attended() -> jax.Array:
+            keys, up = bag(), self.kv_up[0].reshape(self.heads.kv_local, -1, self.mla.kv_lora_rank)
+            inputs = Inputs(
+                q,
+                (keys["latent"], keys["rope"]),
+                step.positions,
+                step.store.key_positions,
+                None,
+                self.scale,
+                self.heads.group,
+                latent=Latent(up, self.mla.qk_nope_head_dim, absorbed=step.phase == "decode"),
+            )
+            return step.attention(inputs)
+
+        heads = where_present(attended)
+        return where_present(lambda: self.out.of_heads(heads, step, x.dtype)), planes
 
     def _project(self, x: jax.Array, step: StepContext) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Tokens [B * T, D] -> queries [B * T, H, d] (or a share of H), latents [B * T, 1, r], keys [B * T, 1, d_p]."""

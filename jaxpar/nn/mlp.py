@@ -10,8 +10,9 @@ from flax import nnx
 
 from jaxpar.checkpoint.config import ModelConfig
 from jaxpar.nn.linear import NO_RING, ColumnParallel, Ring, RowParallel, share_of
-from jaxpar.nn.stage import Prefixes, by_stage
+from jaxpar.nn.stage import Prefixes, by_stage, presence
 from jaxpar.nn.weights import Block, Entry, Source, residual_std, weight
+from jaxpar.pipeline.present import on_stages
 from jaxpar.plan import Plan
 
 
@@ -30,6 +31,7 @@ class MLP(nnx.Module):
         """
         tp, stages, dtype = plan.mesh.extent(over), plan.pipeline, plan.dtype
         hidden, out_std = config.hidden_size, residual_std(config.num_hidden_layers)
+        self.present, self.pipeline = presence(prefixes), stages
 
         def gate_up(kind: str, prefix: str) -> Source:
             shape = (width,) if kind == "bias" else (width, hidden)
@@ -55,6 +57,9 @@ class MLP(nnx.Module):
 
         Over rings `x` is a slice of the tokens, and so is what comes of it, summed over them; nothing is split then.
         """
+        return on_stages(self.present, self.pipeline, lambda: self._part(x, split, ring_in, ring_out))
+
+    def _part(self, x: jax.Array, split: tuple[str, ...], ring_in: Ring, ring_out: Ring) -> jax.Array:
         width = self.gate_up.weight[0].shape[0] // 2
         if not split:
             both = self.gate_up(x, ring_in)

@@ -29,8 +29,9 @@ from jaxpar.nn.context import StepContext
 from jaxpar.nn.expert_map import ExpertMap
 from jaxpar.nn.linear import share_of
 from jaxpar.nn.mlp import MLP, gate_up_source, gated
-from jaxpar.nn.stage import by_stage, own_value, prefixes_of, with_part
+from jaxpar.nn.stage import by_stage, own_value, prefixes_of, presence, with_part
 from jaxpar.nn.weights import Entry, Source, Weight, expert_weight, residual_std, weight
+from jaxpar.pipeline.present import on_stages
 from jaxpar.pipeline.stages import Layers
 from jaxpar.plan import Plan
 
@@ -55,7 +56,7 @@ class MoE(nnx.Module):
         self.slots_per_rank = len(slots) // self.ranks
         self.map = ExpertMap(moe.num_experts, plan, len(layers)) if plan.expert_slots else None
         prefixes = prefixes_of(layers)
-        self.present = tuple(layer is not None for layer in layers)
+        self.present = presence(prefixes)
         stages, dtype, hidden = plan.pipeline, plan.dtype, config.hidden_size
         tensors = _ExpertTensors(moe, hidden, plan.mesh.extent(over))
 
@@ -91,11 +92,12 @@ class MoE(nnx.Module):
     def __call__(self, x: jax.Array, split: tuple[str, ...], step: StepContext) -> tuple[jax.Array, LayerRecord]:
         """Tokens [R, D] -> a partial sum of [R, D] over the axes of the width, `split` among them as in MLP."""
         bias = None if self.route_bias is None else self.route_bias[0]
-        routing = route(x, self.route[0], bias, self.router)
+        pipeline = step.plan.pipeline
+        routing = on_stages(self.present, pipeline, lambda: route(x, self.route[0], bias, self.router))
         real = _own(step.positions >= 0, step)
         if not all(self.present):
             # Tokens of a stage that has no experts in this slot go to none, and count nowhere.
-            real = real & own_value(self.present, step.plan.pipeline)
+            real = real & own_value(self.present, pipeline)
         slots = (
             routing.experts
             if self.map is None
@@ -139,7 +141,11 @@ class MoE(nnx.Module):
 
         def experts(rows: jax.Array, counts: jax.Array) -> jax.Array:
             with jax.named_scope("experts:grouped"):
-                return expert_ffn(rows, gate_up, down, counts, activation, gate_up_bias, down_bias)
+                return on_stages(
+                    self.present,
+                    step.plan.pipeline,
+                    lambda: expert_ffn(rows, gate_up, down, counts, activation, gate_up_bias, down_bias),
+                )
 
         return Experts(experts, gate_up)
 

@@ -4,8 +4,8 @@
     layer          0         4         -        `layers` = (0, 4, None): one for each pipeline stage
     weight      [ w0     ,  w4      ,  0     ]  a leading stage dimension, split over pp: each rank has its own
 
-A stage without such a layer holds zeros, through which the residual stream passes as it is: every rank runs the same
-products and the same collectives.
+A stage without such a layer holds zeros, through which the residual stream passes as it is. Every rank runs the same
+collectives; the products of a layer that it has not it skips (`pipeline/present.py`).
 """
 
 from __future__ import annotations
@@ -31,6 +31,11 @@ def prefixes_of(layers: Layers, part: str = "") -> Prefixes:
 def with_part(prefixes: Prefixes, part: str) -> Prefixes:
     """Each prefix with the name of a part after it."""
     return tuple(None if prefix is None else prefix + part for prefix in prefixes)
+
+
+def presence(prefixes: Prefixes) -> tuple[bool, ...]:
+    """Whether each stage has such a layer."""
+    return tuple(prefix is not None for prefix in prefixes)
 
 
 def by_stage(prefixes: Prefixes, source: Callable[[str], Source]) -> tuple[Source, ...]:

@@ -10,9 +10,9 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
-from jaxpar.collectives import rank_index, to_varying, varying_axes
+from jaxpar.collectives import rank_index, to_varying
+from jaxpar.pipeline.present import on_stages
 from jaxpar.plan import Plan
 
 
@@ -30,11 +30,5 @@ def resized(flow: jax.Array, lanes: int, count: int) -> jax.Array:
 
 def on_last_stage(function: Callable[[jax.Array], jax.Array], x: jax.Array, plan: Plan) -> jax.Array:
     """What `function`, which sends nothing, makes of `x` on the last stage; zeros of that shape on the others."""
-    if not plan.pipeline:
-        return function(x)
-    made = jax.eval_shape(function, x)
-
-    def nothing(x: jax.Array) -> jax.Array:
-        return to_varying(jnp.zeros(made.shape, made.dtype), sorted(varying_axes(made)))
-
-    return lax.cond(rank_index(plan.pipeline) == plan.mesh.pp - 1, function, nothing, x)
+    is_last = (*[False] * (plan.mesh.pp - 1), True)
+    return on_stages(is_last, plan.pipeline, lambda: function(x))

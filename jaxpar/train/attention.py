@@ -5,6 +5,8 @@ The tiles of `attention.partial` save work and memory in prefill; differentiated
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import jax
 
 from jaxpar.attention.cache import Planes
@@ -19,9 +21,9 @@ class ChunkOnly:
         """`positions` [B, T]."""
         self.key_positions = positions
 
-    def update(self, planes: Planes, new: Planes) -> tuple[Planes, Planes]:
+    def update(self, planes: Planes, new: Planes) -> tuple[Planes, Callable[[], Planes]]:
         """The bag is what is new."""
-        return planes, {name: x.transpose(2, 0, 1, 3) for name, x in new.items()}
+        return planes, lambda: {name: x.transpose(2, 0, 1, 3) for name, x in new.items()}
 
 
 def attend_whole(x: Inputs) -> jax.Array:
