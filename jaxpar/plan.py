@@ -13,6 +13,7 @@ from typing import Literal
 
 from jaxpar.errors import PlanError
 from jaxpar.layout import LAYOUTS
+from jaxpar.links import Links
 from jaxpar.mesh import AXES, MeshSpec, parse_experts_over
 from jaxpar.values import real_number, shown, whole_number
 
@@ -71,6 +72,7 @@ class Plan:
     `two_batch_overlap` runs a step as two half batches, layer by layer in turn, so that what one sends may overlap with
     the other's work; `single_batch_overlap` is the number of blocks in which what experts made is sent back, so that
     one block's way may overlap with the next block's work (both as in SGLang).
+    `links` are what a preset says of the links between devices, from which `all_reduce="auto"` chooses (None: nothing).
     `sequence_parallel` splits the residual stream over tp along its tokens (arXiv:2205.05198); `chunk` is the most
     tokens of one prompt that a prefill step takes; `page_size` the tokens of a KV cache page; `max_num_seqs` the most
     requests that a replica runs at once; `dtype` that of weights, activations and cache.
@@ -93,6 +95,7 @@ class Plan:
     two_batch_overlap: bool = False
     single_batch_overlap: int = 1
     all_reduce: str = "psum"
+    links: Links | None = None
     sequence_parallel: bool = False
     chunk: int = 512
     page_size: int = 16
@@ -132,6 +135,8 @@ class Plan:
         for name in ("moe_deduplicate", "two_batch_overlap", "sequence_parallel"):
             if not isinstance(getattr(self, name), bool):
                 raise PlanError(f"{name}={shown(getattr(self, name))}: it must be True or False")
+        if not isinstance(self.links, Links | None):
+            raise PlanError(f"links={shown(self.links)}: give a Links value, or a preset as the mesh, which has one")
         capacity = real_number(self.moe_capacity)
         if capacity is None or not 0 <= capacity < math.inf:
             raise PlanError(f"moe_capacity={shown(self.moe_capacity)}: it must be 0 (nothing is dropped) or above")

@@ -10,6 +10,7 @@ from __future__ import annotations
 import jax
 from jax import lax
 
+from jaxpar.collectives.move import Groups
 from jaxpar.collectives.types import require_varying
 
 
@@ -42,9 +43,12 @@ def all_min(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
     return lax.pmin(x, axes)
 
 
-def scatter_sum(x: jax.Array, axes: tuple[str, ...], dimension: int = 0) -> jax.Array:
-    """Sum of every rank's `x`; rank r of P keeps the r-th of P parts along `dimension` (reduce-scatter)."""
+def scatter_sum(x: jax.Array, axes: tuple[str, ...], dimension: int = 0, groups: Groups = None) -> jax.Array:
+    """Sum of every rank's `x`; rank r of P keeps the r-th of P parts along `dimension` (reduce-scatter).
+
+    `groups` restricts it to subgroups of the ranks of a single axis, as in `move`.
+    """
     if not axes:
         return x
     require_varying("scatter_sum", x, axes)
-    return lax.psum_scatter(x, axes, scatter_dimension=dimension, tiled=True)
+    return lax.psum_scatter(x, axes, scatter_dimension=dimension, axis_index_groups=groups, tiled=True)
