@@ -89,7 +89,7 @@ def check(step: Step) -> str | None:
             sizes = ", ".join(f"{axis}={plan.mesh.sizes[axis]}" for axis in axes)
             return (
                 f"all_reduce='two_level': nodes of {plan.devices_per_node} devices split the ranks of {sizes} unevenly"
-                f": choose sizes whose products, from tp outwards, divide {plan.devices_per_node} or are multiples of it"
+                f": choose sizes whose products, from tp outwards, divide {plan.devices_per_node} or are its multiples"
             )
     if any(summed) and not any(where.across or where.both for where in (levels(plan, axes) for axes in summed)):
         nodes = f"devices_per_node={plan.devices_per_node}" if plan.devices_per_node else "no devices_per_node"
