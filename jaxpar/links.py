@@ -28,11 +28,16 @@ class Links:
     internode_latency: float
     topology: Topology = "switch"
 
-    def seconds(self, collective: str, message_bytes: int, ranks: int, across_nodes: bool) -> float:
-        """Of one call of a collective among `ranks`, of a local operand of `message_bytes`."""
-        latency, bandwidth = self.latency, self.bandwidth
+    def seconds(self, collective: str, message_bytes: int, ranks: int, across_nodes: bool, distance: int = 1) -> float:
+        """Of one call of a collective among `ranks`, of a local operand of `message_bytes`.
+
+        A ppermute goes to the rank so many places on; on a torus each place is a hop, and all messages share its links.
+        """
+        steps, sent = steps_of(collective), SENT_BYTES[collective](message_bytes, ranks)
         if across_nodes:
-            latency, bandwidth = self.internode_latency, self.internode_bandwidth
-        is_ring = self.topology == "torus" and not across_nodes and collective != "ppermute"
-        steps = steps_of(collective) * (max(1, ranks // 2) if is_ring else 1)
-        return steps * latency + SENT_BYTES[collective](message_bytes, ranks) / bandwidth
+            return steps * self.internode_latency + sent / self.internode_bandwidth
+        hops = 1
+        if self.topology == "torus":
+            hops = min(distance, ranks - distance) if collective == "ppermute" else max(1, ranks // 2)
+            sent *= hops if collective == "ppermute" else 1
+        return steps * hops * self.latency + sent / self.bandwidth

@@ -7,12 +7,11 @@ import pytest
 from jaxpar.assets import model_dir
 from jaxpar.checkpoint.hf_config import read_config
 from jaxpar.errors import PlanError
-from jaxpar.ledger.report import make_ledger
 from jaxpar.links import Links
 from jaxpar.mesh import MeshSpec
 from jaxpar.plan import Plan
 from jaxpar.presets import load_preset
-from jaxpar.registry import chosen, reasons
+from jaxpar.registry import chosen, find, reasons
 from jaxpar.strategies import Step
 
 CARD = read_config(model_dir("qwen3-235b-a22b"))
@@ -38,6 +37,7 @@ def test_a_message_takes_its_steps_and_its_bytes() -> None:
     # Half a round of eight for what goes to all, one hop to a neighbour.
     assert torus.seconds("all_gather", 1000, 8, across_nodes=False) == pytest.approx(4e-6 + 7e-6)
     assert torus.seconds("ppermute", 1000, 8, across_nodes=False) == pytest.approx(1e-6 + 1e-6)
+    assert torus.seconds("ppermute", 1000, 8, across_nodes=False, distance=6) == pytest.approx(2e-6 + 2e-6)
 
 
 def test_default_latencies_explain_what_a_sum_takes_on_8_h200() -> None:
@@ -97,7 +97,7 @@ def test_two_levels_need_sums_that_cross_nodes_evenly(mesh: str, nodes: int, sai
 
 def test_qwen3_235b_sends_164_mib_in_188_sums_of_512_kib_and_376_steps_a_decode_step() -> None:
     plan = Plan(MeshSpec(tp=8), dtype="bfloat16", experts_over=("ep",))
-    rows = [row for row in make_ledger(CARD, plan, "decode", 64, 1024).traffic if row.strategy == "psum"]
+    rows = find("all_reduce", "psum").traffic(a_step(plan, 64))
     assert sum(row.calls for row in rows) == 188
     assert {row.message_bytes for row in rows} == {512 * KIB}
     assert {row.sent_bytes / row.calls for row in rows} == {0.875 * MIB}

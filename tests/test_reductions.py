@@ -32,7 +32,9 @@ from jaxpar.plan import Plan
 from jaxpar.registry import STRATEGIES, find
 
 NAMES = [strategy.name for strategy in STRATEGIES if strategy.sublayer == "all_reduce"]
-LENGTHS = (1, 7, 128, 1000)
+LENGTHS = {"tp=3": (1, 7, 128, 1000), "tp=8": (1, 7, 128, 1000)}
+# On other meshes two of them: most of a test is compiling.
+TWO_LENGTHS = (7, 1000)
 # Axes that ranks are split over, and devices of a node.
 MESHES = {"tp=2": 1, "tp=3": 1, "tp=4": 2, "tp=8": 2, "cp=2,tp=4": 4}
 PROGRAMS = [
@@ -67,7 +69,7 @@ def on_ranks(body: Any, mesh: str) -> Any:
 
 @cache
 def program(name: str, mesh: str) -> Any:
-    """Sums of arrays of all LENGTHS, each made by arithmetic in float32 just before, as a product makes it."""
+    """Sums of arrays of all lengths of the mesh, each made by arithmetic in float32 just before, as a product makes it."""
     reduction, axes = reduction_of(name, mesh), MeshSpec.parse(mesh).active(AXES)
 
     def body(*arrays: jax.Array) -> list[jax.Array]:
@@ -95,13 +97,13 @@ def values(rng: np.random.Generator, kind: str, ranks: int, length: int, dtype: 
 
 
 @pytest.mark.parametrize(("name", "mesh", "dtype"), PROGRAMS)
-@settings(max_examples=20)
+@settings(max_examples=12)
 @given(seed=st.integers(0, 2**32 - 1), kind=st.sampled_from(KINDS))
 def test_a_sum_has_the_same_bits_on_every_rank_and_lies_within_its_bound(
     name: str, mesh: str, dtype: str, seed: int, kind: str
 ) -> None:
     rng, ranks = np.random.default_rng(seed), MeshSpec.parse(mesh).size
-    parts = [values(rng, kind, ranks, length, dtype) for length in LENGTHS]
+    parts = [values(rng, kind, ranks, length, dtype) for length in LENGTHS.get(mesh, TWO_LENGTHS)]
     bound = reduction_of(name, mesh).error_bound
     for part, found in zip(parts, map(np.asarray, program(name, mesh)(*parts)), strict=True):
         for rank in range(1, ranks):
@@ -138,7 +140,7 @@ def test_the_bound_of_codes_grows_with_the_ranks_as_the_sum_does_and_a_huge_valu
 def test_errors_of_codes_come_within_a_factor_of_ten_of_their_bound() -> None:
     part = values(np.random.default_rng(0), "even", 8, 1000, "float32")
     for name in ("int8", "fp8"):
-        found = np.asarray(program(name, "tp=8")(*[part] * len(LENGTHS))[0])[0]
+        found = np.asarray(program(name, "tp=8")(*[part] * 4)[0])[0]
         bound = reduction_of(name, "tp=8").error_bound(part.astype(np.float64), "float32")
         assert (np.abs(found - part.sum(axis=0, dtype=np.float64)) / bound).max() > 0.1
 

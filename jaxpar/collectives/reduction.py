@@ -33,6 +33,7 @@ class Message(NamedTuple):
 
     `ranks` is the size of its groups where they are equal parts of the axes; None: all ranks of the axes. `axes` are
     those that it runs over where these are not all of the operation's. `inside`: each group lies inside one node.
+    `distance`: a ppermute goes to the rank so many places on.
     """
 
     collective: str
@@ -41,6 +42,7 @@ class Message(NamedTuple):
     ranks: int | None = None
     axes: Axes | None = None
     inside: bool = False
+    distance: int = 1
 
 
 Messages = Callable[[Operation, int, int, Mapping[str, int]], list[Message]]

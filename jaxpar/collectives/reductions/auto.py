@@ -50,7 +50,7 @@ def seconds(step: Step, links: Links, reduction: Reduction, call: Call) -> float
         axes = message.axes or call.axes
         where = levels(step.plan, axes)
         across = bool(where.across or where.both) and not message.inside
-        total += message.calls * links.seconds(
-            message.collective, message.size, message.ranks or step.ranks(axes), across
-        )
+        ranks = message.ranks or step.ranks(axes)
+        one = links.seconds(message.collective, message.size, ranks, across, message.distance)
+        total += message.calls * one
     return total

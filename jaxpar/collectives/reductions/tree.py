@@ -75,7 +75,9 @@ def steps(ranks: int) -> int:
 
 
 def _messages(elements: int, itemsize: int, sizes: Mapping[str, int]) -> list[Message]:
-    return [Message("ppermute", steps(ranks_of(sizes)), elements * itemsize)]
+    doubling, extra = _shape(ranks_of(sizes))
+    distances = [1 << level for level in range(doubling.bit_length() - 1)] + [doubling] * (2 if extra else 0)
+    return [Message("ppermute", 1, elements * itemsize, distance=distance) for distance in distances]
 
 
 def error_bound(parts: np.ndarray, dtype: Any) -> np.ndarray:
