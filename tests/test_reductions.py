@@ -69,7 +69,7 @@ def on_ranks(body: Any, mesh: str) -> Any:
 
 @cache
 def program(name: str, mesh: str) -> Any:
-    """Sums of arrays of all lengths of the mesh, each made by arithmetic in float32 just before, as a product makes it."""
+    """Sums of arrays of all lengths of the mesh, each made in float32 just before, as a product makes it."""
     reduction, axes = reduction_of(name, mesh), MeshSpec.parse(mesh).active(AXES)
 
     def body(*arrays: jax.Array) -> list[jax.Array]:
