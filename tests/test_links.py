@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from io import StringIO
+
 import pytest
+from rich.console import Console
+from test_registry import CONFIG
 
 from jaxpar.assets import model_dir
 from jaxpar.checkpoint.hf_config import read_config
 from jaxpar.errors import PlanError
+from jaxpar.ledger.render import render
+from jaxpar.ledger.report import make_ledger
 from jaxpar.links import Links
 from jaxpar.mesh import MeshSpec
 from jaxpar.plan import Plan
@@ -103,3 +110,19 @@ def test_qwen3_235b_sends_164_mib_in_188_sums_of_512_kib_and_376_steps_a_decode_
     assert {row.sent_bytes / row.calls for row in rows} == {0.875 * MIB}
     assert sum(row.sent_bytes for row in rows) == 164.5 * MIB
     assert sum(row.steps for row in rows) == 376
+
+
+def test_the_ledger_shows_steps_beside_bytes_and_what_auto_took_and_why() -> None:
+    links = Links(1e9, 1e-5, 1e8, 1e-5)
+    plan = Plan(MeshSpec(tp=4), all_reduce="auto", links=links)
+    ledger = make_ledger(replace(CONFIG, num_hidden_layers=1, windows=(None,)), plan, "decode", 2, 8)
+    assert ledger.differences == []
+    document = ledger.to_json()
+    assert {row["steps"] for row in document["traffic"] if row["strategy"] == "one_shot"} == {1}
+    assert document["sent_steps"] == sum(row["steps"] for row in document["traffic"])
+    assert document["steps"][0]["auto"]["all_reduce"]["name"] == "one_shot"
+    Console(file=(written := StringIO()), width=200).print(render(ledger))
+    text = written.getvalue()
+    assert "Chosen by auto" in text and "us a step by its links, psum " in text
+    (heading,) = [line.split() for line in text.splitlines() if line.startswith("strategy ") and "calls" in line]
+    assert heading == ["strategy", "collective", "axes", "calls", "steps", "message", "sent", "a", "call", "sent"]
