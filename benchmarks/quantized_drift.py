@@ -9,6 +9,7 @@ which shows after how many tokens it goes its own way. Short prompts hide both.
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -79,6 +80,7 @@ def main() -> None:
         found = [read(runner, text, len(prompt)) for text, prompt in zip(whole, prompts, strict=True)]
         own = [agreed(ours, theirs) for ours, theirs in zip(continued(runner), texts, strict=True)]
         rows.append(compare(name, exact, found, own))
+        print(f"{name}: read and generated", file=sys.stderr)
     show(
         f"SmolLM2-135M-Instruct, float32, {options.mesh}: {len(PROMPTS)} prompts, {TOKENS} tokens, against {BASELINE}; "
         f"largest logit {largest:.3g}",
