@@ -13,6 +13,7 @@ from typing import Literal
 
 from jaxpar.errors import PlanError
 from jaxpar.layout import LAYOUTS
+from jaxpar.links import Links
 from jaxpar.mesh import MeshSpec, parse_experts_over
 from jaxpar.values import real_number, shown, whole_number
 
@@ -82,6 +83,7 @@ class Plan:
     `two_batch_overlap` runs a step as two half batches, layer by layer in turn, so that what one sends may overlap with
     the other's work; `single_batch_overlap` is the number of blocks in which what experts made is sent back, so that
     one block's way may overlap with the next block's work (both as in SGLang).
+    `links` are what a preset says of the links between devices, from which `all_reduce="auto"` chooses (None: nothing).
     `sequence_parallel` splits the residual stream over tp along its tokens (arXiv:2205.05198); with `collective_matmul`
     the products of attention and of dense FFNs gather and scatter them as they go in prefill (`collectives/matmul.py`;
     latent attention enters, and experts enter and leave, as without it); `microbatches` are the groups of a replica's
@@ -112,6 +114,7 @@ class Plan:
     two_batch_overlap: bool = False
     single_batch_overlap: int = 1
     all_reduce: str = "psum"
+    links: Links | None = None
     sequence_parallel: bool = False
     collective_matmul: bool = False
     microbatches: int = 0
@@ -171,6 +174,8 @@ class Plan:
                 "collective_matmul=True overlaps what sequence parallelism sends, and sequence_parallel=False sends "
                 "none of it: give sequence_parallel, or leave this"
             )
+        if not isinstance(self.links, Links | None):
+            raise PlanError(f"links={shown(self.links)}: give a Links value, or a preset as the mesh, which has one")
         capacity = real_number(self.moe_capacity)
         if capacity is None or not 0 <= capacity < math.inf:
             raise PlanError(f"moe_capacity={shown(self.moe_capacity)}: it must be 0 (nothing is dropped) or above")

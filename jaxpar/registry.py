@@ -8,7 +8,11 @@ from jaxpar.attention import head_dim, local
 from jaxpar.attention.decode import a2a, ag_rs, helix, q_replicated
 from jaxpar.attention.prefill import all_gather, auto, ring, ring_q, ulysses, usp
 from jaxpar.collectives import matmul
-from jaxpar.collectives.reductions import psum
+from jaxpar.collectives.reduction import sublayers_calls
+from jaxpar.collectives.reductions import auto as auto_reduction
+from jaxpar.collectives.reductions import fp8, int8, one_shot, psum, tree, two_shot
+from jaxpar.collectives.reductions import ring as ring_reduction
+from jaxpar.collectives.reductions import two_level as two_level_reduction
 from jaxpar.errors import PlanError
 from jaxpar.moe.dispatch import all_to_all, ragged, standard, two_level
 from jaxpar.moe.dispatch import auto as auto_dispatch
@@ -40,6 +44,13 @@ STRATEGIES: tuple[Strategy, ...] = (
     ragged.STRATEGY,
     two_level.STRATEGY,
     psum.STRATEGY,
+    one_shot.STRATEGY,
+    two_shot.STRATEGY,
+    ring_reduction.STRATEGY,
+    tree.STRATEGY,
+    two_level_reduction.STRATEGY,
+    int8.STRATEGY,
+    fp8.STRATEGY,
     matmul.STRATEGY,
     head.STRATEGY,
     sampling.STRATEGY,
@@ -52,6 +63,7 @@ AUTO: dict[str, Callable[[Step], Choice]] = {
     "prefill_attention": auto.resolve,
     "decode_attention": lambda step: Choice(q_replicated.STRATEGY.name, "queries are projected whole, not gathered"),
     "moe_dispatch": auto_dispatch.resolve,
+    "all_reduce": auto_reduction.resolve,
 }
 """For each sublayer that `auto` may choose for: which strategy runs a step, and why."""
 
@@ -69,7 +81,8 @@ def chosen(step: Step) -> dict[str, Strategy]:
     """The strategy that runs each sublayer of a step, in the order of the forward pass.
 
     Without cp every attention is `local`, or `head_dim` where the plan splits KV heads inside; without ranks to split
-    experts over their dispatch is `local`. PlanError where a strategy refuses the step's shapes.
+    experts over their dispatch is `local`; `auto` takes `psum` where nothing is summed. PlanError where a strategy
+    refuses the step's shapes.
     """
     names = {sublayer: name if choice is None else choice.name for sublayer, name, choice in _choices(step)}
     picked = {sublayer: find(sublayer, name) for sublayer, name in names.items()}
@@ -90,7 +103,10 @@ def _choices(step: Step) -> Iterator[tuple[str, str, Choice | None]]:
             find(sublayer, name)
         if sublayer == "moe_dispatch" and not step.moe_layers:
             continue
-        if sublayer in AUTO and not (step.plan.experts if sublayer == "moe_dispatch" else step.plan.sequence):
+        if sublayer == "all_reduce":
+            alone = is_auto and not sublayers_calls(step)
+            yield sublayer, "psum" if alone else name, AUTO[sublayer](step) if is_auto and not alone else None
+        elif sublayer in AUTO and not (step.plan.experts if sublayer == "moe_dispatch" else step.plan.sequence):
             inside = sublayer != "moe_dispatch" and step.heads.parts > 1
             yield sublayer, head_dim.PREFILL.name if inside else "local", None
         else:

@@ -19,6 +19,9 @@ _BY_FIELD = {
 CHOICES: Mapping[str, Mapping[str, Any]] = {
     "default": {},
     **_BY_FIELD,
+    "all_reduce=two_level": {"all_reduce": "two_level", "devices_per_node": 2},
+    "sequence_parallel,ring": {"sequence_parallel": True, "all_reduce": "ring"},
+    "sequence_parallel,int8": {"sequence_parallel": True, "all_reduce": "int8"},
     "usp=2": {"prefill_attention": "usp", "ulysses_degree": 2},
     "overlap=2": {"decode_attention": "a2a", "decode_overlap": 2},
     "helix,overlap=3": {"decode_attention": "helix", "decode_overlap": 3},
@@ -39,6 +42,12 @@ def phases_of(choice: str, mesh: str) -> tuple[Phase, ...]:
     if "two_batch_overlap" in chosen:
         # Steps are cut in two in the same way everywhere: a few meshes of several axes show it.
         return PHASES if min(sizes.dp, sizes.tp) > 1 else ()
+    if chosen.get("all_reduce", "psum") != "psum":
+        # Of every way to add up one step that fills up its parts, and one over two axes where its groups are nodes.
+        if mesh == "dp=2,cp=2,tp=2":
+            return ("decode",)
+        has_nodes = sizes.tp % chosen.get("devices_per_node", 1) == 0
+        return ("prefill",) if sizes.cp == 1 and sizes.tp in (3, 4) and has_nodes else ()
     if chosen.get("collective_matmul"):
         return ("prefill",)
     if chosen.get("sequence_parallel") and (len(chosen) == 1 or sizes.cp > 1):

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from jaxpar.errors import MeshError
+from jaxpar.links import Links
 from jaxpar.mesh import MeshSpec, rank_table
 from jaxpar.presets import load_preset, preset_names, resolve_mesh
 
@@ -87,6 +88,13 @@ def test_a_preset_is_read_from_any_toml_file(tmp_path: Path):
     assert isinstance(preset.device.memory_bytes, int)
 
 
+def test_latencies_and_the_topology_have_defaults_and_reach_the_plan_with_the_bandwidths(tmp_path: Path):
+    assert load_preset(write(tmp_path, GOOD)).plan_fields["links"] == Links(1e10, 10e-6, 1e9, 15e-6, "switch")
+    text = GOOD + 'link_latency = 1e-6\ninternode_latency = 1e-3\ntopology = "torus"\n'
+    assert load_preset(write(tmp_path, text)).plan_fields["links"] == Links(1e10, 1e-6, 1e9, 1e-3, "torus")
+    assert load_preset("v5p-64").device.topology == "torus"
+
+
 def test_experts_are_over_ep_unless_a_preset_says_otherwise(tmp_path: Path):
     assert load_preset(write(tmp_path, GOOD.replace('experts_over = ["tp"]', ""))).experts_over == ("ep",)
 
@@ -113,6 +121,12 @@ def test_experts_are_over_ep_unless_a_preset_says_otherwise(tmp_path: Path):
         ("1e12", "nan", "peak_bf16_flops is nan: expected a number"),
         ("1e12", "1" + "0" * 400, "expected a number"),
         ("1e12", "true", "peak_bf16_flops is True: expected a number"),
+        ("link_bandwidth = 1e10", "link_bandwidth = 1e10\nlink_latency = 0", "link_latency is 0: expected a number"),
+        (
+            "link_bandwidth = 1e10",
+            'link_bandwidth = 1e10\ntopology = "mesh"',
+            "topology is 'mesh': expected 'switch' or",
+        ),
         ("[mesh]", "[mesh", "not a TOML file"),
     ],
 )

@@ -22,7 +22,7 @@ from jaxpar.ledger.rounds import all_flops, all_rounds, count_rounds, in_words, 
 from jaxpar.ledger.traffic import Traffic
 from jaxpar.mesh import MeshSpec
 from jaxpar.moe.dispatch.sizes import even_copies, likely_copies
-from jaxpar.moe.dispatch.two_level import levels
+from jaxpar.nodes import levels
 from jaxpar.plan import Phase, Plan
 from jaxpar.presets import load_preset
 from jaxpar.registry import chosen, find, reasons
@@ -206,7 +206,7 @@ def test_axes_of_experts_lie_across_nodes_or_inside_one(
     mesh: str, over: str, node: int, across: tuple[str, ...], inside: tuple[str, ...], both: tuple[str, ...]
 ) -> None:
     plan = Plan(MeshSpec.parse(mesh), experts_over=over, devices_per_node=node)
-    assert levels(plan) == (across, inside, both)
+    assert levels(plan, plan.experts) == (across, inside, both)
 
 
 @pytest.mark.parametrize(

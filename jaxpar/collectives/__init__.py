@@ -14,6 +14,8 @@ from jaxpar.collectives.move import (
     shift,
 )
 from jaxpar.collectives.reduce import all_max, all_min, all_sum, rank_index, scatter_sum, sum_in_groups
+from jaxpar.collectives.rings import ring_all_gather, ring_all_to_all, ring_reduce_scatter
+from jaxpar.collectives.same import assert_same, comparing_ranks
 from jaxpar.collectives.types import to_varying, varying_axes
 
 __all__ = [
@@ -23,6 +25,8 @@ __all__ = [
     "all_min",
     "all_sum",
     "all_to_all",
+    "assert_same",
+    "comparing_ranks",
     "enter",
     "leave",
     "pass_on",
@@ -30,6 +34,9 @@ __all__ = [
     "ragged_all_to_all",
     "ragged_all_to_all_into",
     "rank_index",
+    "ring_all_gather",
+    "ring_all_to_all",
+    "ring_reduce_scatter",
     "scatter_sum",
     "shift",
     "sum_in_groups",

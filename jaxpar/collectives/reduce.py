@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jaxpar.collectives.move import Groups, all_gather
 from jaxpar.collectives.types import require_varying
 
 
@@ -45,12 +46,15 @@ def all_min(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
     return lax.pmin(x, axes)
 
 
-def scatter_sum(x: jax.Array, axes: tuple[str, ...], dimension: int = 0) -> jax.Array:
-    """Sum of every rank's `x`; rank r of P keeps the r-th of P parts along `dimension` (reduce-scatter)."""
+def scatter_sum(x: jax.Array, axes: tuple[str, ...], dimension: int = 0, groups: Groups = None) -> jax.Array:
+    """Sum of every rank's `x`; rank r of P keeps the r-th of P parts along `dimension` (reduce-scatter).
+
+    `groups` restricts it to subgroups of the ranks of a single axis, as in `move`.
+    """
     if not axes:
         return x
     require_varying("scatter_sum", x, axes)
-    return lax.psum_scatter(x, axes, scatter_dimension=dimension, tiled=True)
+    return lax.psum_scatter(x, axes, scatter_dimension=dimension, axis_index_groups=groups, tiled=True)
 
 
 def sum_in_groups(x: jax.Array, axes: tuple[str, ...], groups: Sequence[Sequence[int]], dimension: int) -> jax.Array:
@@ -59,10 +63,8 @@ def sum_in_groups(x: jax.Array, axes: tuple[str, ...], groups: Sequence[Sequence
     A reduce-scatter along `dimension`, filled up with zeros to a multiple of the group, and an all-gather: JAX has no
     psum over groups under check_vma. The result is of a varying type, as groups differ.
     """
-    require_varying("sum_in_groups", x, axes)
     size = x.shape[dimension]
     if missing := -size % len(groups[0]):
         x = jnp.pad(x, [(0, missing if i == dimension else 0) for i in range(x.ndim)])
-    part = lax.psum_scatter(x, axes, scatter_dimension=dimension, axis_index_groups=groups, tiled=True)
-    whole = lax.all_gather(part, axes, axis=dimension, axis_index_groups=groups, tiled=True)
+    whole = all_gather(scatter_sum(x, axes, dimension, groups), axes, dimension, groups)
     return lax.slice_in_dim(whole, 0, size, axis=dimension)

@@ -77,14 +77,17 @@ def _traffic(ledger: Ledger) -> RenderableType:
             row.collective + in_words(row.per, ledger.rounds),
             ",".join(row.axes),
             row.calls,
+            row.steps,
             human_bytes(row.message_bytes),
             human_bytes(row.sent_bytes / row.calls),
             human_bytes(row.sent_bytes),
         )
         for row in ledger.traffic
     ]
-    rows.append(("total", "", "", sum(row.calls for row in ledger.traffic), "", "", human_bytes(ledger.sent_bytes)))
-    return table("Sent", ("strategy", "collective", "axes", "calls", "message", "sent a call", "sent"), rows, left=3)
+    calls = sum(row.calls for row in ledger.traffic)
+    rows.append(("total", "", "", calls, ledger.sent_steps, "", "", human_bytes(ledger.sent_bytes)))
+    columns = ("strategy", "collective", "axes", "calls", "steps", "message", "sent a call", "sent")
+    return table("Sent", columns, rows, left=3)
 
 
 def _flops(ledger: Ledger) -> RenderableType:

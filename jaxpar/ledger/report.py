@@ -137,6 +137,11 @@ class Ledger:
         """Bytes that one rank sends in all steps."""
         return sum(row.sent_bytes for row in self.traffic)
 
+    @property
+    def sent_steps(self) -> int:
+        """Messages of one rank that wait for one another, in all steps: each costs the latency of a link."""
+        return sum(row.steps for row in self.traffic)
+
     def to_json(self) -> dict[str, Any]:
         """Every figure, in bytes and FLOPs of one rank, as plain data."""
         return {
@@ -148,8 +153,9 @@ class Ledger:
             "stages": self.stages,
             "idle_share": self.idle_share,
             "steps": [_step_json(part) for part in self.steps],
-            "traffic": [asdict(row) for row in self.traffic],
+            "traffic": [row.to_json() for row in self.traffic],
             "sent_bytes": self.sent_bytes,
+            "sent_steps": self.sent_steps,
             "flops": self.flops,
             "agree": not self.differences,
             "differences": self.differences,
@@ -172,8 +178,8 @@ def _step_json(part: StepLedger) -> dict[str, Any]:
         "keys": part.step.keys,
         "sampled": part.step.sampled,
         "room": part.step.room,
-        "traffic": [asdict(row) for row in part.traffic],
-        "traced": [asdict(row) for row in part.traced],
+        "traffic": [row.to_json() for row in part.traffic],
+        "traced": [row.to_json() for row in part.traced],
         "flops": part.flops,
         "traced_flops": part.traced_flops,
         "rounds": dict(part.rounds),

@@ -18,8 +18,9 @@ sends no less.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from types import MappingProxyType
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -44,7 +45,11 @@ class Traffic:
     @property
     def steps(self) -> int:
         """Messages that have to follow one another in all calls, each of which pays the latency of a link."""
-        return self.calls * STEPS.get(self.collective, 1)
+        return self.calls * steps_of(self.collective)
+
+    def to_json(self) -> dict[str, Any]:
+        """The fields and the steps, as plain data."""
+        return asdict(self) | {"steps": self.steps}
 
 
 def all_reduce_bytes(message_bytes: int, ranks: int) -> int:
@@ -88,6 +93,11 @@ SENT_BYTES: Mapping[str, Callable[[int, int], int]] = MappingProxyType(
 
 STEPS: Mapping[str, int] = MappingProxyType({"all_reduce": 2})
 """Steps of a call: in one every rank sends to all others at once; an all-reduce makes sums first, then sends them."""
+
+
+def steps_of(collective: str) -> int:
+    """Steps of one call."""
+    return STEPS.get(collective, 1)
 
 
 def merge(rows: Iterable[Traffic]) -> list[Traffic]:

@@ -16,8 +16,8 @@ import numpy as np
 
 from jaxpar.checkpoint.config import MoEConfig
 from jaxpar.moe.balance import Placement, place
-from jaxpar.moe.dispatch.two_level import levels
 from jaxpar.moe.slots import experts_in_slots
+from jaxpar.nodes import levels
 from jaxpar.plan import Plan
 
 NO_SLOT = -1
@@ -45,7 +45,7 @@ def place_experts(moe: MoEConfig, plan: Plan, loads: np.ndarray) -> Placement:
 
 def groups_and_nodes(moe: MoEConfig, plan: Plan) -> tuple[int, int]:
     """Groups of experts that stay on one node each, and the nodes that the ranks of experts lie on; 1, 1: global."""
-    of_axes, groups = levels(plan), moe.router.n_group
+    of_axes, groups = levels(plan, plan.experts), moe.router.n_group
     nodes = 1 if of_axes.both else plan.mesh.extent(of_axes.across)
     hierarchical = nodes > 1 and moe.router.topk_group < groups and groups % nodes == 0
     return (groups, nodes) if hierarchical else (1, 1)

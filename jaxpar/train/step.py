@@ -104,6 +104,8 @@ class TrainPrograms:
         self._loss, self._gradient = find("loss", "vocab_parallel"), find("gradient", "psum")
         self._balance = find("balance", "global_batch")
         check((self._loss, self._gradient), self._shape)
+        if self._all_reduce.backward is None:
+            raise PlanError(f"all_reduce={self._all_reduce.name!r} is not differentiated: train with psum")
         if self._dispatch and self._dispatch.backward is None:
             raise PlanError(
                 f"moe_dispatch={self._dispatch.name!r} is not differentiated: "

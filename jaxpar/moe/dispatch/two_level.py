@@ -14,14 +14,12 @@ sends less. A node is `devices_per_node` consecutive ranks of the mesh; an axis 
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
 
 import jax
 import numpy as np
 
 from jaxpar.ledger.scope import nested
 from jaxpar.ledger.traffic import Traffic
-from jaxpar.mesh import AXES
 from jaxpar.moe.dispatch.messages import own_experts, per_rank
 from jaxpar.moe.dispatch.options import refused_option
 from jaxpar.moe.dispatch.rounds import ROUNDS, in_rounds, rounds_traffic
@@ -34,6 +32,7 @@ from jaxpar.moe.dispatch.sizes import (
     likely_copies,
 )
 from jaxpar.moe.inputs import BLOCKS, Dispatched, Inputs
+from jaxpar.nodes import levels
 from jaxpar.plan import Plan
 from jaxpar.strategies import ExpertRows, Step, Strategy
 
@@ -41,32 +40,9 @@ NODE_ROUNDS = "node_rounds"
 """What the ledger calls the rounds across nodes; inside each are those of the node."""
 
 
-class Levels(NamedTuple):
-    """The axes of experts by where their ranks lie: on different nodes, on one, or on some of both."""
-
-    across: tuple[str, ...]
-    inside: tuple[str, ...]
-    both: tuple[str, ...]
-
-
-def levels(plan: Plan) -> Levels:
-    """Where the axes of `plan.experts` lie; all are inside where no nodes are known, or one node has the mesh."""
-    node, span = plan.devices_per_node, 1
-    found: dict[str, list[str]] = {"across": [], "inside": [], "both": []}
-    for axis in reversed(plan.active(AXES)):
-        inner, span = span, span * plan.mesh.sizes[axis]
-        if plan.mesh.size <= node or not node or node % span == 0:
-            place = "inside"
-        else:
-            place = "across" if inner % node == 0 else "both"
-        if axis in plan.experts:
-            found[place].insert(0, axis)
-    return Levels(*(tuple(axes) for axes in found.values()))
-
-
 def run(x: Inputs, plan: Plan) -> Dispatched:
     """The rank's tokens through experts of all ranks of `plan.experts` -> [R, D] float32."""
-    (across, inside, _), (rows, choices) = levels(plan), x.slots.shape
+    (across, inside, _), (rows, choices) = levels(plan, plan.experts), x.slots.shape
     buffer, inner_buffer = _buffers(plan, rows, choices, x.slots_per_rank)
 
     through_own = own_experts(x)
@@ -90,7 +66,7 @@ def backward(step: Step) -> list[Traffic]:
 
 def _sent(step: Step, derivative: bool = False) -> list[Traffic]:
     plan, slots = step.plan, step.slots_per_rank
-    across, inside, _ = levels(plan)
+    across, inside, _ = levels(plan, plan.experts)
     if not across:
         return []
     buffers = _buffers(plan, step.moe_rows, step.choices, slots)
@@ -107,7 +83,7 @@ def _sent(step: Step, derivative: bool = False) -> list[Traffic]:
 def check(step: Step) -> str | None:
     """Experts on more than one node, every axis of theirs across nodes or inside them."""
     plan = step.plan
-    where = levels(plan)
+    where = levels(plan, plan.experts)
     if where.both:
         axis = where.both[-1]
         return (
@@ -127,14 +103,14 @@ def check(step: Step) -> str | None:
 
 def expert_rows(step: Step) -> ExpertRows:
     """A block of the choices that come with copies."""
-    per = nested(NODE_ROUNDS, ROUNDS) if levels(step.plan).inside else NODE_ROUNDS
+    per = nested(NODE_ROUNDS, ROUNDS) if levels(step.plan, step.plan.experts).inside else NODE_ROUNDS
     return ExpertRows(block_rows(step.moe_rows, step.choices), nested(per, BLOCKS))
 
 
 def rounds(step: Step, shares: np.ndarray) -> dict[str, int]:
     """Rounds that the fullest node needs, in each those of the fullest rank, and in each of these its blocks."""
     plan, rows, choices, most = step.plan, step.moe_rows, step.choices, float(shares.max())
-    across, inside, _ = levels(plan)
+    across, inside, _ = levels(plan, plan.experts)
     buffer, inner_buffer = _buffers(plan, rows, choices, step.slots_per_rank)
     nodes = step.ranks(across)
     of_nodes = shares.reshape(nodes, step.ranks(inside)).sum(axis=1)
@@ -151,7 +127,7 @@ def _buffers(plan: Plan, rows: int, choices: int, slots: int) -> tuple[int, int]
 
     Inside, the tokens are those that all nodes have sent, which go to a rank as often as those of one rank would.
     """
-    across, inside, _ = levels(plan)
+    across, inside, _ = levels(plan, plan.experts)
     nodes, per_node = plan.mesh.extent(across), plan.mesh.extent(inside)
     outer = buffer_rows(rows * even_copies(choices, nodes, per_node * slots), rows)
     return outer, buffer_rows(nodes * rows * even_copies(choices, nodes * per_node, slots), nodes * outer)
