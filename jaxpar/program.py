@@ -42,8 +42,8 @@ from jaxpar.nn.weights import Weight
 from jaxpar.overlap import in_halves, joined
 from jaxpar.pipeline.ends import entering, on_last_stage, resized
 from jaxpar.pipeline.stages import moe_layer_of
-from jaxpar.plan import PHASES, Phase, Plan
-from jaxpar.registry import chosen
+from jaxpar.plan import Phase, Plan
+from jaxpar.registry import chosen, running
 from jaxpar.strategies import Step, Strategy
 from jaxpar.vocabulary.head import all_tokens, last_tokens
 from jaxpar.vocabulary.sampling import SamplingArrays
@@ -100,9 +100,7 @@ class Programs:
         """
         if plan.expert_slots and not config.has_experts:
             raise PlanError(f"expert_slots={plan.expert_slots}: this {config.model_type} has no experts; leave it out")
-        for phase in PHASES:
-            # No check depends on lengths: what one token passes, every step does.
-            chosen(Step(config, plan, phase, lanes=1, tokens=1, keys=plan.page_size))
+        running(config, plan)
         self.config, self.plan, self.mesh = config, plan, mesh
         self.model = Decoder(config, plan)
         self._graph, state = nnx.split(self.model)

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Iterator
 from jaxpar.attention import head_dim, local
 from jaxpar.attention.decode import a2a, ag_rs, helix, q_replicated
 from jaxpar.attention.prefill import all_gather, auto, ring, ring_q, ulysses, usp
+from jaxpar.checkpoint.config import ModelConfig
 from jaxpar.collectives import matmul
 from jaxpar.collectives.reduction import sublayers_calls
 from jaxpar.collectives.reductions import auto as auto_reduction
@@ -18,6 +19,7 @@ from jaxpar.moe.dispatch import all_to_all, ragged, standard, two_level
 from jaxpar.moe.dispatch import auto as auto_dispatch
 from jaxpar.moe.dispatch import local as local_experts
 from jaxpar.pipeline import send_recv
+from jaxpar.plan import PHASES, Phase, Plan
 from jaxpar.strategies import Choice, Step, Strategy
 from jaxpar.train import balance, gradients, loss
 from jaxpar.vocabulary import embedding, head, sampling
@@ -88,6 +90,15 @@ def chosen(step: Step) -> dict[str, Strategy]:
     picked = {sublayer: find(sublayer, name) for sublayer, name in names.items()}
     check(picked.values(), step)
     return picked
+
+
+def running(config: ModelConfig, plan: Plan) -> dict[Phase, dict[str, Strategy]]:
+    """The strategies that steps of one token run, by phase and sublayer; no check depends on lengths.
+
+    Raises:
+        PlanError: a strategy that does not exist or that refuses the model.
+    """
+    return {phase: chosen(Step(config, plan, phase, lanes=1, tokens=1, keys=plan.page_size)) for phase in PHASES}
 
 
 def reasons(step: Step) -> dict[str, Choice]:

@@ -209,6 +209,9 @@ class Strategy:
     runs in loops `rounds`: the iterations of each in a layer, from the share of its load [P] that each rank has.
 
     `backward` is the closed form of what its derivative sends; None: it cannot be differentiated, or never is.
+
+    `lossy` is the part of the largest logit by which results may differ where what it sends is rounded by more than the
+    dtype asks for; 0: it is not.
     """
 
     name: str
@@ -225,6 +228,7 @@ class Strategy:
     expert_rows: Callable[[Step], ExpertRows] | None = None
     rounds: Callable[[Step, np.ndarray], dict[str, int]] | None = None
     backward: Callable[[Step], list[Traffic]] | None = None
+    lossy: float = 0.0
 
     def sent(self, step: Step) -> list[Traffic]:
         """What a step sends: `traffic`, and where it is differentiated its derivative, too."""

@@ -18,6 +18,7 @@ import numpy as np
 from jaxpar.engine.requests import SamplingParams
 from jaxpar.engine.session import Decoded, Session
 from jaxpar.engine.sizes import groups_of
+from jaxpar.registry import running
 from jaxpar.runner import Runner
 
 TOLERANCE = {"float32": 1e-4, "bfloat16": 0.25, "float16": 0.03}
@@ -44,12 +45,16 @@ class RankResult:
 
 @dataclass
 class Verification:
-    """All results; `margin` is the smallest gap between the single device's two best logits at a generated token."""
+    """All results; `margin` is the smallest gap between the single device's two best logits at a generated token.
+
+    `lossy` is that of the plan's strategies (`Strategy.lossy`), where the tolerance is theirs; 0: it is the dtype's.
+    """
 
     tolerance: float
     tokens: list[list[int]]
     margin: float = float("inf")
     results: list[RankResult] = field(default_factory=list)
+    lossy: float = 0.0
 
     @property
     def max_difference(self) -> float:
@@ -77,7 +82,7 @@ def verify(
         single: the same model on one device, with the same dtype.
         prompts: token ids, of any lengths.
         new_tokens: greedy tokens to compare after each prompt.
-        tolerance: on logits; None takes TOLERANCE of the dtype, or more where logits are large.
+        tolerance: on logits; None takes TOLERANCE of the dtype, or more where logits are large or a strategy is lossy.
         progress: called with a word on what comes next.
     """
     dtype, largest = mesh.plan.dtype, 0.0
@@ -114,9 +119,11 @@ def verify(
                     # np.maximum keeps a NaN, where max() may not.
                     result.max_difference = float(np.maximum(result.max_difference, difference.max(initial=0.0)))
                     result.compared += difference.size
+    lossy = 0.0
     if tolerance is None:
-        tolerance = max(TOLERANCE[dtype], RELATIVE_TOLERANCE[dtype] * largest)
-    verification = Verification(tolerance, tokens, margin=min(min(gaps) for gaps in margins))
+        lossy = max(one.lossy for of_step in running(mesh.config, mesh.plan).values() for one in of_step.values())
+        tolerance = max(TOLERANCE[dtype], max(RELATIVE_TOLERANCE[dtype], lossy) * largest)
+    verification = Verification(tolerance, tokens, margin=min(min(gaps) for gaps in margins), lossy=lossy)
 
     progress("greedy tokens on every rank of the mesh")
     for i, on_rank in enumerate(found for group in groups for found in _greedy(mesh, group, params)):

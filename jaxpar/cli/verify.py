@@ -1,4 +1,4 @@
-"""`jaxpar verify`: a model on a mesh against the same model on one device."""
+"""`jaxpar verify`: a model on a mesh, or in every way there is, against the same model on one device."""
 
 from __future__ import annotations
 
@@ -25,6 +25,7 @@ from jaxpar.cli.options import (
 from jaxpar.cli.output import OUT, print_json, progress, table
 from jaxpar.cli.plan_options import takes_plan
 from jaxpar.cli.prompts import builtin_prompts, read_prompts
+from jaxpar.cli.verify_all import lossy, verify_all
 from jaxpar.errors import RequestError
 from jaxpar.tables import counted
 
@@ -41,7 +42,14 @@ RESULT_COLUMNS = ("max |difference|", "logits compared", "wrong tokens", "ties")
 @takes_plan
 def verify(
     model: Model,
-    mesh: Mesh,
+    mesh: Mesh | None = None,
+    all_: Annotated[
+        bool, typer.Option("--all", help="Every strategy, on meshes of --devices devices, in place of one mesh.")
+    ] = False,
+    devices: Annotated[int | None, typer.Option(help="With --all: how many devices; default: 8.")] = None,
+    budget: Annotated[
+        float | None, typer.Option(metavar="SECONDS", help="With --all: start no further plan after so many seconds.")
+    ] = None,
     prompt: Prompts = None,
     prompt_file: PromptFile = None,
     token_ids: TokenIds = None,
@@ -62,24 +70,41 @@ def verify(
     """Compare a model on a mesh with one device, rank by rank.
 
     Every logit of prefill and decode and every greedy token is compared. Without prompts, some of awkward lengths are
-    made from the vocabulary. Exit status 1 if anything differs.
+    made from the vocabulary. With --all every strategy that the model can run is compared, and a table shows equality,
+    bytes and time of each. Exit status 1 if anything differs.
     """
     from jaxpar.assets import model_dir
     from jaxpar.checkpoint import open_checkpoint
     from jaxpar.engine.prompts import encode_prompts
     from jaxpar.engine.requests import SamplingParams
+    from jaxpar.mesh import MeshSpec
     from jaxpar.presets import resolve_mesh
 
     SamplingParams(max_new_tokens)
     if tolerance is not None and not 0 <= tolerance < math.inf:
         raise RequestError(f"tolerance={tolerance}: it must be 0 or above, and finite")
-    spec, preset = resolve_mesh(mesh)
+    if all_ == (mesh is not None):
+        raise RequestError(
+            "verify takes either --mesh or --all: give one mesh, or leave it out and let --devices say how many"
+            if all_
+            else "verify needs --mesh, such as --mesh dp=2,tp=4, or --all for every strategy"
+        )
+    if not all_ and (devices, budget) != (None, None):
+        raise RequestError("--devices and --budget are for --all: give it, or leave them out")
+    count = 8 if devices is None else devices
+    spec, preset = (MeshSpec(dp=count), None) if mesh is None else resolve_mesh(mesh)
     prompts, places = read_prompts(prompt, prompt_file, token_ids)
     checkpoint = open_checkpoint(model_dir(model))
     checkpoint.require_reader()
     # Each replica gets one at least: a rank without a prompt proves nothing.
     prompts = prompts or builtin_prompts(checkpoint.config, max(4, spec.dp * spec.ep), max_new_tokens)
     ids = encode_prompts(checkpoint, prompts, max_new_tokens, places)
+    if all_:
+        fields = plan | ({} if dtype is None else {"dtype": dtype}) | {"rebalance_every": rebalance_every}
+        status_of_all = verify_all(
+            model, checkpoint, count, fields, ids, max_new_tokens, tolerance, platform, budget, json
+        )
+        raise typer.Exit(status_of_all)
 
     with progress(f"Loading {model}") as status:
         from jaxpar.verify import verify as compare
@@ -137,7 +162,7 @@ def verdict(verification: Verification, runner: Runner) -> str:
         f"{runner.plan.dtype}, {tokens} tokens on {counted(ranks, 'rank')}{' of the last stage' * (mesh.pp > 1)}"
         + (f" ({idle} idle: fewer prompts than replicas)" if idle else "")
         + f"; logits differ by at most {verification.max_difference:.2e} "
-        f"(tolerance {verification.tolerance:g}{remedy}), "
+        f"(tolerance {verification.tolerance:g}{lossy(verification)}{remedy}), "
         f"{sum(result.wrong_tokens for result in verification.results)} wrong tokens, {ties} ties, "
         f"smallest margin {verification.margin:.2e}" + (f"; {lost}" if (lost := dropped_rows(runner)) else "")
     )

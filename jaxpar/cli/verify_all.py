@@ -1,0 +1,171 @@
+"""`jaxpar verify --all`: every way to run a model, and the table of equality, bytes and time."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Group
+from rich.table import Table
+
+from jaxpar.cli.output import OUT, human_bytes, print_json, progress, table
+from jaxpar.errors import RequestError
+from jaxpar.tables import counted
+
+if TYPE_CHECKING:
+    from jaxpar.checkpoint import Checkpoint
+    from jaxpar.verify import Verification
+    from jaxpar.verify_all import Measured, Outcome
+
+_COLUMNS = ("sublayer", "strategy", "mesh", "result", "max |difference|", "wrong tokens", "ties",
+            "sent in prefill", "sent in a decode step", "calls", "prefill s", "decode step ms")  # fmt: skip
+
+
+def verify_all(
+    model: str,
+    checkpoint: Checkpoint,
+    devices: int,
+    fields: Mapping[str, Any],
+    prompts: Sequence[Sequence[int]],
+    new_tokens: int,
+    tolerance: float | None,
+    platform: str | None,
+    budget: float | None,
+    json: bool,
+) -> int:
+    """Prove every way, print what was found, and return the exit status: 1 if anything differs.
+
+    Args:
+        model: its name, for the document.
+        checkpoint: the model.
+        devices: how many each plan uses.
+        fields: of all plans.
+        prompts: token ids.
+        new_tokens: greedy tokens after each.
+        tolerance: on logits; None: by dtype, size of logits and strategy.
+        platform: as `jaxpar.load` takes it.
+        budget: seconds from now after which no further plan starts; None: all are run.
+        json: print a document in place of the table.
+
+    Raises:
+        RequestError: a budget below 0.
+        PlanError, MeshError: fields or a number of devices that nothing can run with.
+    """
+    begin = time.monotonic()
+    if budget is not None and not 0 <= budget < math.inf:
+        raise RequestError(f"budget={budget}: it must be 0 or above, and finite")
+    with progress("Loading onto one device") as status:
+        from jaxpar.applicable import every_way
+        from jaxpar.devices import ensure_devices
+        from jaxpar.mesh import MeshSpec
+        from jaxpar.runner import load
+        from jaxpar.verify_all import verify_all as prove
+
+        ways = every_way(checkpoint.config, devices, fields)
+        ensure_devices(MeshSpec(dp=devices), platform)
+        alone = {"expert_slots": 0, "rebalance_every": 0}
+        single = load(checkpoint, "tp=1", platform, **{**fields, **alone})
+        until = math.inf if budget is None else begin + budget
+        outcomes = [*prove(checkpoint, single, ways, prompts, new_tokens, platform, tolerance, until, status.say)]
+    seconds = time.monotonic() - begin
+    counts = Counter(outcome.result for outcome in outcomes)
+    if json:
+        print_json(
+            {
+                "model": model,
+                "devices": devices,
+                "dtype": single.plan.dtype,
+                "prompts": prompts,
+                "counts": {result: counts[result] for result in ("passed", "failed", "not applicable", "not run")},
+                "passed": not counts["failed"],
+                "seconds": seconds,
+                "rows": [_row_json(outcome) for outcome in outcomes],
+            }
+        )
+    else:
+        notes = [f"{one.way.name}: {note}" for one in outcomes if (note := _note(one))]
+        last = (
+            f"{'FAILED' if counts['failed'] else 'PASSED' if counts['passed'] else 'NOTHING RAN'}: on "
+            f"{counted(devices, 'device')} against one in {single.plan.dtype}, {counted(len(prompts), 'prompt')}, "
+            f"{counted(new_tokens, 'token')} after each: {counts['passed']} passed, {counts['failed']} failed, "
+            f"{counts['not applicable']} not applicable, {counts['not run']} not run, in {seconds:.0f} s"
+        )
+        OUT.print(Group(_table(outcomes), "", *notes, *[""] * bool(notes), last), markup=False)
+    return 1 if counts["failed"] else 0
+
+
+def lossy(verification: Verification) -> str:
+    """What to add to a tolerance that a lossy strategy has set; nothing otherwise."""
+    part = verification.lossy
+    return f", lossy: {100 * part:g}% of the largest logit" if part else ""
+
+
+def _table(outcomes: Sequence[Outcome]) -> Table:
+    rows = []
+    for one in outcomes:
+        found, plan = one.measured, one.way.plan
+        result = "FAILED" if one.result == "failed" else "not run (budget)" if one.result == "not run" else one.result
+        name = (one.way.sublayer, one.way.strategy, "-" if plan is None else str(plan.mesh), result)
+        rows.append((*name, *(["-"] * (len(_COLUMNS) - len(name)) if found is None else _figures(found))))
+    return table("", _COLUMNS, rows, left=4)
+
+
+def _figures(found: Measured) -> tuple[object, ...]:
+    results, decode = found.verification.results, found.decode_seconds
+    return (
+        f"{found.verification.max_difference:.2e}",
+        sum(result.wrong_tokens for result in results),
+        sum(result.ties for result in results),
+        human_bytes(found.prefill_bytes),
+        human_bytes(found.decode_bytes),
+        found.decode_calls,
+        f"{found.prefill_seconds:.3f}",
+        "-" if decode is None else f"{1000 * decode:.1f}",
+    )
+
+
+def _note(one: Outcome) -> str:
+    """What the row of a way leaves open: why it was not run, or what it was allowed."""
+    if one.reason:
+        return f"{one.result}: {one.reason}"
+    if one.measured is None:
+        return ""
+    verification, dropped = one.measured.verification, one.measured.dropped
+    notes = []
+    if one.result == "failed" or verification.lossy:
+        notes.append(f"tolerance {verification.tolerance:g}{lossy(verification)}")
+    if dropped:
+        notes.append(f"{counted(dropped, 'row')} dropped, for which moe_capacity had no room")
+    return "; ".join(notes)
+
+
+def _row_json(one: Outcome) -> dict[str, Any]:
+    plan, found = one.way.plan, one.measured
+    row: dict[str, Any] = {
+        "sublayer": one.way.sublayer,
+        "strategy": one.way.strategy,
+        "mesh": None if plan is None else plan.mesh.sizes,
+        "result": one.result,
+        "reason": one.reason,
+    }
+    if found is None:
+        return row
+    verification = found.verification
+    return row | {
+        "max_difference": verification.max_difference,
+        "tolerance": verification.tolerance,
+        "lossy": verification.lossy,
+        "margin": verification.margin,
+        "ranks": len({result.rank for result in verification.results}),
+        "wrong_tokens": sum(result.wrong_tokens for result in verification.results),
+        "ties": sum(result.ties for result in verification.results),
+        "prefill_bytes": found.prefill_bytes,
+        "decode_bytes": found.decode_bytes,
+        "decode_calls": found.decode_calls,
+        "prefill_seconds": found.prefill_seconds,
+        "decode_seconds": found.decode_seconds,
+        "dropped_rows": found.dropped,
+    }
