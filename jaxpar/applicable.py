@@ -59,7 +59,7 @@ def every_way(config: ModelConfig, devices: int, fields: Mapping[str, Any]) -> l
         PlanError: fewer than two devices, which leave nothing to split, or fields that no plan can have.
     """
     if devices < 2:
-        raise PlanError(f"{counted(devices, 'device')}: a model is split over 2 at least")
+        raise PlanError(f"devices={devices}: a model is split over 2 at least; give 2 or more")
     Programs(config, make_plan(MeshSpec(), fields), abstract_mesh(MeshSpec()))
     ways = [
         _first(config, devices, (WHOLE, name), axes, [{**fields, **options}])

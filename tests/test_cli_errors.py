@@ -195,7 +195,16 @@ def test_what_is_no_model_is_refused(tmp_path: Path) -> None:
         (["generate", "tiny", "--bogus"], "No such option: --bogus (see jaxpar generate --help)"),
         (["generate", "tiny", "--mesh"], "Option '--mesh' requires an argument"),
         (["generate", "tiny", "--top-k", "x"], "Invalid value for '--top-k'"),
-        (["verify", "tiny"], "Missing option '--mesh'"),
+        (["verify", "tiny"], "verify needs --mesh, such as --mesh dp=2,tp=4, or --all for every strategy"),
+        (["verify", "tiny", "--devices", "4"], "verify needs --mesh"),
+        (["verify", "tiny", "--mesh", "tp=2", "--all"], "--mesh is one mesh, and --all, --devices and --budget are"),
+        (["verify", "tiny", "--mesh", "tp=2", "--devices", "4"], "give either"),
+        (["verify", "tiny", "--mesh", "tp=2", "--budget", "4"], "give either"),
+        (["verify", "tiny", "--all", "--devices", "1"], "devices=1: a model is split over 2 at least; give 2 or more"),
+        (["verify", "tiny", "--all", "--devices", "600"], "at most 512 can be faked"),
+        (["verify", "tiny", "--all", "--budget", "-1"], "budget=-1.0: it must be 0 or above, and finite"),
+        (["verify", "tiny", "--all", "--budget", "nan"], "budget=nan"),
+        (["verify", "tiny", "--all", "--expert-slots", "8"], "expert_slots=8: this llama has no experts; leave it out"),
     ],
 )
 def test_a_command_line_that_is_wrong_is_refused_in_one_line(arguments: list[str], said: str) -> None:

@@ -77,34 +77,28 @@ def verify(
     from jaxpar.checkpoint import open_checkpoint
     from jaxpar.engine.prompts import encode_prompts
     from jaxpar.engine.requests import SamplingParams
-    from jaxpar.mesh import MeshSpec
     from jaxpar.presets import resolve_mesh
 
     SamplingParams(max_new_tokens)
     if tolerance is not None and not 0 <= tolerance < math.inf:
         raise RequestError(f"tolerance={tolerance}: it must be 0 or above, and finite")
-    if all_ == (mesh is not None):
-        raise RequestError(
-            "verify takes either --mesh or --all: give one mesh, or leave it out and let --devices say how many"
-            if all_
-            else "verify needs --mesh, such as --mesh dp=2,tp=4, or --all for every strategy"
-        )
-    if not all_ and (devices, budget) != (None, None):
-        raise RequestError("--devices and --budget are for --all: give it, or leave them out")
+    if mesh is None and not all_:
+        raise RequestError("verify needs --mesh, such as --mesh dp=2,tp=4, or --all for every strategy")
+    if mesh is not None and (all_, devices, budget) != (False, None, None):
+        raise RequestError("--mesh is one mesh, and --all, --devices and --budget are for every strategy: give either")
     count = 8 if devices is None else devices
-    spec, preset = (MeshSpec(dp=count), None) if mesh is None else resolve_mesh(mesh)
+    spec, preset = (None, None) if mesh is None else resolve_mesh(mesh)
     prompts, places = read_prompts(prompt, prompt_file, token_ids)
     checkpoint = open_checkpoint(model_dir(model))
     checkpoint.require_reader()
     # Each replica gets one at least: a rank without a prompt proves nothing.
-    prompts = prompts or builtin_prompts(checkpoint.config, max(4, spec.dp * spec.ep), max_new_tokens)
+    replicas = count if spec is None else spec.dp * spec.ep
+    prompts = prompts or builtin_prompts(checkpoint.config, max(4, replicas), max_new_tokens)
     ids = encode_prompts(checkpoint, prompts, max_new_tokens, places)
-    if all_:
+    if spec is None:
         fields = plan | ({} if dtype is None else {"dtype": dtype}) | {"rebalance_every": rebalance_every}
-        status_of_all = verify_all(
-            model, checkpoint, count, fields, ids, max_new_tokens, tolerance, platform, budget, json
-        )
-        raise typer.Exit(status_of_all)
+        of_all = verify_all(model, checkpoint, count, fields, ids, max_new_tokens, tolerance, platform, budget, json)
+        raise typer.Exit(of_all)
 
     with progress(f"Loading {model}") as status:
         from jaxpar.verify import verify as compare
