@@ -94,6 +94,7 @@ def _of_the_whole(config: ModelConfig, devices: int) -> Iterator[tuple[str, list
             {"experts_over": ("dp", "ep", "cp", "tp")},
         ),
         ("sequence_parallel", [("tp", "dp"), ("tp",)], {"sequence_parallel": True}),
+        ("collective_matmul", [("tp", "dp"), ("tp",)], {"sequence_parallel": True, "collective_matmul": True}),
         ("two_batch_overlap", [("tp", "dp"), ("tp",)], {"two_batch_overlap": True}),
         ("expert_slots", [("ep", "tp"), ("ep",)], {"experts_over": ("ep",), "expert_slots": slots}),
     ]
@@ -109,9 +110,10 @@ def _of_strategy(config: ModelConfig, devices: int, fields: Mapping[str, Any], s
     inner_first = tuple(reversed(own))
     axes: list[Axes] = [inner_first] if len(own) > 1 or own == ("tp",) else [(*own, "tp")]
     axes += [(axis,) for axis in inner_first] + [(axis, "dp") for axis in inner_first if axis != "dp"]
-    # Some need nodes: two of them at least.
+    # Some need nodes, two of them at least; and KV heads split inside choose their attention themselves.
     nodes = {"devices_per_node": devices // _least_factor(devices)}
-    return _first(config, devices, (strategy.sublayer, strategy.name), axes, [chosen, chosen | nodes], strategy)
+    options = [chosen, chosen | nodes, {**fields, "kv_split": "head_dim"}]
+    return _first(config, devices, (strategy.sublayer, strategy.name), axes, options, strategy)
 
 
 def _first(

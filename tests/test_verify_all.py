@@ -62,7 +62,8 @@ def test_a_way_has_a_plan_for_all_devices_or_says_why_not(model: str, devices: i
 
 
 def test_every_strategy_of_inference_runs_in_some_way() -> None:
-    models = [config(name) for name in (DENSE, EXPERTS)]
+    # Eight devices are a multiple of the KV heads of mistral, which can be split inside.
+    models = [config(name) for name in ("mistral", EXPERTS)]
     plans = [(model, way.plan) for model in models for way in every_way(model, 8, {}) if way.plan is not None]
     ran = {one for model, plan in plans for step in running(model, plan).values() for one in step.values()}
     of_training = ("loss", "balance", "gradient")
@@ -106,14 +107,19 @@ def test_what_a_model_or_a_number_of_devices_does_not_allow_says_so(tmp_path: Pa
 
 def test_fields_that_are_given_are_kept_where_a_way_does_not_need_others() -> None:
     given = {"layout": "zigzag", "moe_dispatch": "ragged", "experts_over": ("ep", "tp"), "chunk": 64}
-    ways = named(every_way(config(EXPERTS), 8, given))
-    plans = [way.plan for way in ways.values() if way.plan is not None]
-    assert {(plan.layout, plan.chunk) for plan in plans} == {("zigzag", 64)}
-    assert {name: way.plan.moe_dispatch for name, way in ways.items() if way.plan} == {
-        name: name.removeprefix("moe_dispatch=") if name.startswith("moe_dispatch=") else "ragged" for name in ways
+    plans = {way.name: way.plan for way in every_way(config(EXPERTS), 8, given) if way.plan is not None}
+    assert {(plan.layout, plan.chunk) for plan in plans.values()} == {("zigzag", 64)}
+    assert {name: plan.moe_dispatch for name, plan in plans.items()} == {
+        name: name.removeprefix("moe_dispatch=") if name.startswith("moe_dispatch=") else "ragged" for name in plans
     }
-    dispatched = ways["moe_dispatch=standard"].plan
-    assert dispatched is not None and dispatched.experts == ("ep", "tp")
+    assert plans["moe_dispatch=standard"].experts == ("ep", "tp")
+
+
+def test_what_an_option_chooses_for_several_sublayers_is_one_plan() -> None:
+    ways = named(every_way(config("mistral"), 8, {}))
+    plan = ways["prefill_attention=head_dim"].plan
+    assert plan == ways["decode_attention=head_dim"].plan
+    assert plan is not None and (str(plan.mesh), plan.kv_split) == ("tp=8", "head_dim")
 
 
 def test_a_new_strategy_has_a_way_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -52,4 +52,5 @@ STRATEGY = Strategy(
     run=run,
     traffic=traffic,
     check=check,
+    lossy=0.1,
 )

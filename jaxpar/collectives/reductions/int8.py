@@ -50,4 +50,5 @@ STRATEGY = Strategy(
     run=run,
     traffic=traffic,
     check=check,
+    lossy=0.04,
 )
