@@ -17,6 +17,7 @@ from sample_models import open_session, oracle_runner
 import jaxpar
 from jaxpar.collectives import varying_axes
 from jaxpar.devices import abstract_mesh
+from jaxpar.engine.session import Decoded
 from jaxpar.errors import PlanError
 from jaxpar.ledger.report import make_ledger
 from jaxpar.ledger.scope import scope_of
@@ -46,14 +47,21 @@ PRODUCT = [
 # 2, 3 and 4 stages with each other axis; 2, 3 and 4 layers, which the stages seldom divide; windows, sinks, tied and
 # untied vocabularies, dense layers beside layers with experts, latents.
 CHOICE: list[tuple[str, str, dict[str, Any]]] = [
-    ("qwen3", "pp=2", {"microbatches": 3}),
     ("qwen2_sliding", "pp=3,tp=2", {"stages": "1,1,2"}),
     ("gpt_oss", "pp=2,ep=2,tp=2", {"moe_dispatch": "all_to_all", "stages": "1,2"}),
-    ("deepseek_v3", "pp=2,dp=2,tp=2", {"chunk": 8}),
-    ("qwen2_sliding", "pp=4,dp=2", {"chunk": 8, "stages": "balanced"}),
+    ("deepseek_v3", "pp=2,dp=2,tp=2", {}),
     ("llama_9_3", "pp=2,cp=2,tp=2", {"chunk": 8, "sequence_parallel": True}),
-    ("qwen3_moe_dense", "pp=4,ep=2", {"chunk": 5, "moe_dispatch": "standard"}),
+    ("qwen3_moe_dense", "pp=4,ep=2", {"moe_dispatch": "standard"}),
+]
+MORE: list[tuple[str, str, dict[str, Any]]] = [
+    ("qwen3", "pp=2", {"microbatches": 3}),
+    ("qwen2_sliding", "pp=4,dp=2", {"chunk": 8, "stages": "balanced"}),
     ("deepseek_v3", "pp=3,cp=2", {"experts_over": "cp", "decode_attention": "helix", "chunk": 7}),
+    ("qwen3_moe", "pp=2,ep=2,tp=2", {"experts_over": "ep,tp", "sequence_parallel": True}),
+    ("llama_9_3", "pp=2,tp=4", {"sequence_parallel": True, "collective_matmul": True}),
+    ("llama_mqa", "pp=2,tp=2", {"kv_split": "head_dim"}),
+    ("qwen3", "pp=2,tp=4", {"all_reduce": "ring"}),
+    ("mistral", "pp=2,dp=2,cp=2", {"prefill_attention": "ring", "layout": "zigzag", "chunk": 6}),
 ]
 
 
@@ -76,47 +84,65 @@ def test_the_last_stage_has_the_logits_and_tokens_of_transformers(
 
 
 @pytest.mark.full
+@pytest.mark.parametrize(("name", "mesh", "plan"), MORE)
+def test_stages_go_together_with_every_other_way(name: str, mesh: str, plan: dict[str, Any]) -> None:
+    assert_is_the_oracle(name, mesh, **plan)
+
+
+@pytest.mark.full
 @pytest.mark.parametrize(("name", "mesh"), PRODUCT)
 def test_the_last_stage_has_the_logits_and_tokens_of_transformers_on_all_meshes(name: str, mesh: str) -> None:
     assert_is_the_oracle(name, mesh)
 
 
-@pytest.mark.parametrize("microbatches", [1, 2, 3, 5])
+@pytest.mark.parametrize("microbatches", [1, 3, *(pytest.param(groups, marks=pytest.mark.full) for groups in (2, 5))])
 def test_any_number_of_groups_in_rotation_generates_the_same_tokens(microbatches: int) -> None:
     oracle = load_oracle("llama_9_3")
-    runner = oracle_runner("llama_9_3", "pp=2", page_size=5, microbatches=microbatches)
-    for count in (1, len(oracle.prompts)):
-        made = runner.generate(oracle.prompts[:count], max_new_tokens=len(oracle.greedy[0]), ignore_eos=True)
-        assert [completion.token_ids for completion in made] == oracle.greedy[:count]
+    runner = oracle_runner("llama_9_3", "pp=2", microbatches=microbatches)
+    made = runner.generate(oracle.prompts, max_new_tokens=len(oracle.greedy[0]), ignore_eos=True)
+    assert [completion.token_ids for completion in made] == oracle.greedy
 
 
 def test_requests_that_end_at_different_times_leave_the_others_as_they_are() -> None:
-    oracle, runner = load_oracle("llama_9_3"), oracle_runner("llama_9_3", "pp=2", page_size=5, microbatches=3)
-    whole = runner.generate(oracle.prompts, max_new_tokens=6, ignore_eos=True)
-    for count in (1, 3):
-        some = [runner.generate([prompt], max_new_tokens=count, ignore_eos=True)[0] for prompt in oracle.prompts]
-        assert [one.token_ids for one in some] == [one.token_ids[:count] for one in whole]
+    oracle, runner = load_oracle("llama_9_3"), oracle_runner("llama_9_3", "pp=2", microbatches=3)
+    session, wanted = open_session(runner, oracle.prompts, len(oracle.greedy[0])), [len(row) for row in oracle.greedy]
+    # The first three are in different groups; the second is alone in its own from its second token on.
+    wanted[:3] = 1, 2, 4
+    tokens: list[list[int]] = [[] for _ in oracle.prompts]
+    latest: dict[int, int] = {}
+
+    def keep(decoded: Decoded) -> None:
+        for request, token in decoded.tokens.items():
+            tokens[request].append(token)
+            if len(tokens[request]) < wanted[request]:
+                latest[request] = token
+
+    for chunk in session.prefill():
+        keep(chunk.decoded)
+    while latest or not session.pipe.is_empty:
+        for decoded in session.turn(latest):
+            keep(decoded)
+    assert tokens == [row[:count] for row, count in zip(oracle.greedy, wanted, strict=True)]
 
 
 def test_drawn_tokens_do_not_depend_on_stages() -> None:
-    oracle, drawn = load_oracle("llama_9_3"), {"temperature": 0.9, "top_k": 20, "seed": 7, "max_new_tokens": 5}
-    staged, alone = (
-        oracle_runner("llama_9_3", mesh, page_size=5).generate(oracle.prompts, **drawn) for mesh in ("pp=2", "tp=1")
-    )
+    drawn = {"temperature": 0.9, "top_k": 20, "seed": 7, "max_new_tokens": 5}
+    prompts = load_oracle("llama_9_3").prompts[:2]
+    staged, alone = (oracle_runner("llama_9_3", mesh).generate(prompts, **drawn) for mesh in ("pp=2", "tp=1"))
     assert [one.token_ids for one in staged] == [one.token_ids for one in alone]
 
 
 def test_unequal_chunks_through_stages_give_the_logits_of_transformers() -> None:
-    oracle, plan = load_oracle("llama_9_3"), {"page_size": 5, "chunk": 8, "chunk_parity": 4}
-    assert_logits(oracle_runner("llama_9_3", "pp=2", **plan), oracle.prompts, oracle.logits)
+    oracle, runner = load_oracle("llama_9_3"), oracle_runner("llama_9_3", "pp=2", chunk=8, chunk_parity=4)
+    assert_logits(runner, oracle.prompts, oracle.logits)
 
 
 # What is idle
 
 
-@pytest.mark.parametrize(("chunk", "items"), [(19, 1), (8, 3), (2, 10)])
+@pytest.mark.parametrize(("chunk", "items"), [(19, 1), (2, 10)])
 def test_chunks_of_a_prompt_leave_as_much_idle_as_the_timetable_says(chunk: int, items: int) -> None:
-    runner = oracle_runner("llama_9_3", "pp=2", page_size=5, chunk=chunk)
+    runner = oracle_runner("llama_9_3", "pp=2", chunk=chunk)
     session = open_session(runner, [[1] * 19], 1)
     assert len(list(session.prefill())) == items
     assert session.pipe.ticks == items + 1
@@ -127,7 +153,7 @@ def test_chunks_of_a_prompt_leave_as_much_idle_as_the_timetable_says(chunk: int,
 
 @pytest.mark.parametrize(("microbatches", "requests"), [(2, 1), (2, 2), (3, 3)])
 def test_groups_in_rotation_leave_as_much_idle_as_the_timetable_says(microbatches: int, requests: int) -> None:
-    runner = oracle_runner("llama_9_3", "pp=2", page_size=5, microbatches=microbatches)
+    runner = oracle_runner("llama_9_3", "pp=2", microbatches=microbatches)
     session, rounds = open_session(runner, [[1, 2]] * requests, 4), 4
     latest = {token: 3 for chunk in session.prefill() for token in chunk.decoded.tokens}
     ticks, idle, tokens = session.pipe.ticks, session.pipe.idle, 0
