@@ -251,10 +251,10 @@ class Plan:
         """The name of the strategy that each sublayer runs in `phase`, in the order of the forward pass."""
         return {
             "embedding": "vocab_parallel",
-            "pipeline": "send_recv",
             f"{phase}_attention": self.prefill_attention if phase == "prefill" else self.decode_attention,
             "moe_dispatch": self.moe_dispatch,
             "all_reduce": self.all_reduce,
+            "pipeline": "send_recv",
             **({"projections": "collective_matmul"} if self.collective_matmul else {}),
             "head": "vocab_parallel",
             "sampling": "vocab_parallel",

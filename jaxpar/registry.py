@@ -112,7 +112,7 @@ def _choices(step: Step) -> Iterator[tuple[str, str, Choice | None]]:
         is_auto = name == "auto" and sublayer in AUTO
         if not is_auto:
             find(sublayer, name)
-        if sublayer == "moe_dispatch" and not step.moe_layers:
+        if (sublayer == "moe_dispatch" and not step.moe_layers) or (sublayer == "pipeline" and not step.plan.pipeline):
             continue
         if sublayer == "all_reduce":
             alone = is_auto and not sublayers_calls(step)

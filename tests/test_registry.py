@@ -248,8 +248,9 @@ def test_a_strategy_sends_by_the_collectives_and_over_the_axes_that_it_names(str
 
 
 def runs(strategy: Strategy, step: Step) -> bool:
-    """Whether the step runs the strategy; those of training are in no plan, and run on meshes without cp."""
-    in_training = strategy.sublayer in ("loss", "balance", "gradient") and step.plan.mesh.cp == 1
+    """Whether the step runs the strategy; those of training are in no plan, and run without cp and pp."""
+    of_training = strategy.sublayer in ("loss", "balance", "gradient")
+    in_training = of_training and step.plan.mesh.cp == step.plan.mesh.pp == 1
     return in_training or strategy in chosen(step).values()
 
 
@@ -262,13 +263,15 @@ def test_no_strategy_sends_anything_on_one_device(strategy: Strategy) -> None:
 
 def test_a_step_runs_the_strategies_that_its_plan_names_in_the_order_of_the_forward_pass() -> None:
     for phase in PHASES:
-        assert list(chosen(a_step("dp=2,tp=4", phase, "greedy"))) == [
-            "embedding",
-            f"{phase}_attention",
-            "all_reduce",
-            "head",
-            "sampling",
-        ]
+        for mesh, passes_on in (("dp=2,tp=4", []), ("pp=2,dp=2,tp=2", ["pipeline"])):
+            assert list(chosen(a_step(mesh, phase, "greedy"))) == [
+                "embedding",
+                f"{phase}_attention",
+                "all_reduce",
+                *passes_on,
+                "head",
+                "sampling",
+            ]
 
 
 def test_an_unknown_strategy_is_refused_with_those_that_there_are() -> None:
