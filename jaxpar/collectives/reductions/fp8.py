@@ -52,5 +52,5 @@ STRATEGY = Strategy(
     run=run,
     traffic=traffic,
     check=check,
-    lossy=0.1,
+    lossy=0.2,
 )
