@@ -75,7 +75,7 @@ def quantized(codes: Codes) -> Reduction:
     def error_bound(parts: np.ndarray, dtype: Any) -> np.ndarray:
         return _error_bound(codes, parts, dtype)
 
-    return Reduction(codes.name, all_reduce, reduce_scatter, all_gather, _messages, error_bound, lossy=True)
+    return Reduction(codes.name, all_reduce, reduce_scatter, all_gather, _messages, error_bound)
 
 
 def _filled_up(parts: jax.Array) -> jax.Array:

@@ -64,7 +64,7 @@ class Reduction:
     Results of `all_reduce` and `all_gather` are of a type that says that all ranks have the same, and they do, in every
     bit. `messages` is the closed form: what an operation sends for a local operand of `elements` numbers of `itemsize`
     bytes over axes of these sizes, the mesh's order. `error_bound` says how far an all-reduce may lie from the exact
-    sum [...] of float64 `parts` [P, ...], given the dtype; of `lossy` ones it is more than rounding.
+    sum [...] of float64 `parts` [P, ...], given the dtype.
     """
 
     name: str
@@ -73,7 +73,6 @@ class Reduction:
     all_gather: Callable[[jax.Array, Axes], jax.Array]
     messages: Messages
     error_bound: Callable[[np.ndarray, Any], np.ndarray] = each_addition
-    lossy: bool = False
 
     def sends(self, step: Step, call: Call) -> list[Message]:
         """The messages of all calls of an operation; none over no axes."""
