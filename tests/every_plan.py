@@ -28,6 +28,7 @@ CHOICES: Mapping[str, Mapping[str, Any]] = {
     "sequence_parallel": {"sequence_parallel": True},
     "sequence_parallel,helix": {"sequence_parallel": True, "decode_attention": "helix"},
     "collective_matmul": {"sequence_parallel": True, "collective_matmul": True},
+    "fixed_order,sequence_parallel": {"all_reduce": "fixed_order", "sequence_parallel": True},
     "two_batches": {"two_batch_overlap": True},
     "head_dim": {"kv_split": "head_dim"},
 }
@@ -50,6 +51,9 @@ def phases_of(choice: str, mesh: str) -> tuple[Phase, ...]:
         return ("prefill",) if sizes.cp == 1 and sizes.tp in (3, 4) and has_nodes else ()
     if chosen.get("collective_matmul"):
         return ("prefill",)
+    if chosen.get("all_reduce") == "fixed_order":
+        # It changes every product in the same way everywhere.
+        return PHASES if sizes.dp == 2 and sizes.tp <= 4 and sizes.pp == 1 else ()
     if chosen.get("sequence_parallel") and (len(chosen) == 1 or sizes.cp > 1):
         return PHASES
     if "kv_split" in chosen:
