@@ -43,6 +43,9 @@ def phases_of(choice: str, mesh: str) -> tuple[Phase, ...]:
     if "two_batch_overlap" in chosen:
         # Steps are cut in two in the same way everywhere: a few meshes of several axes show it.
         return PHASES if min(sizes.dp, sizes.tp) > 1 else ()
+    if chosen.get("all_reduce") == "fixed_order":
+        # It changes every product in the same way everywhere.
+        return PHASES if sizes.dp == 2 and sizes.tp <= 4 and sizes.pp == 1 else ()
     if chosen.get("all_reduce", "psum") != "psum":
         # Of every way to add up one step that fills up its parts, and one over two axes where its groups are nodes.
         if mesh == "dp=2,cp=2,tp=2":
@@ -51,9 +54,6 @@ def phases_of(choice: str, mesh: str) -> tuple[Phase, ...]:
         return ("prefill",) if sizes.cp == 1 and sizes.tp in (3, 4) and has_nodes else ()
     if chosen.get("collective_matmul"):
         return ("prefill",)
-    if chosen.get("all_reduce") == "fixed_order":
-        # It changes every product in the same way everywhere.
-        return PHASES if sizes.dp == 2 and sizes.tp <= 4 and sizes.pp == 1 else ()
     if chosen.get("sequence_parallel") and (len(chosen) == 1 or sizes.cp > 1):
         return PHASES
     if "kv_split" in chosen:
