@@ -190,6 +190,11 @@ class Plan:
         return self.mesh.active(axes)
 
     @property
+    def fixed_order(self) -> bool:
+        """Whether a request's results must not depend, bit for bit, on what other requests a step has."""
+        return self.all_reduce == "fixed_order"
+
+    @property
     def requests(self) -> tuple[str, ...]:
         """The axes over which requests are split."""
         return self.active(("dp", "ep"))

@@ -309,9 +309,9 @@ class Programs:
     ) -> StepContext:
         """What the layers share of one batch."""
         plan, config, phase = self.plan, self.config, step.phase
-        parts = step.heads.parts
+        parts, fixed = step.heads.parts, plan.fixed_order
         rank = rank_index(plan.width) if parts > 1 else 0
-        cos, sin = angles(batch.positions.reshape(-1), config.rope, config.rope_head_dim, rank, parts)
+        cos, sin = angles(batch.positions.reshape(-1), config.rope, config.rope_head_dim, rank, parts, fixed)
         chosen_attention = strategies[f"{phase}_attention"]
         attention = bound(chosen_attention, batch.positions, store.key_positions, plan, phase)
         query_axes = plan.active(chosen_attention.query_axes)
@@ -331,10 +331,13 @@ class Programs:
         else:
             x = last_tokens(x, batch.last, step.tokens, sublayer, plan.slices(step.phase))
         table = model.head_rows
-        scores = on_last_stage(lambda x: strategies["head"].run(x, table, vocab_size, plan.width), x, plan)
+        head = strategies["head"].run
+        scores = on_last_stage(lambda x: head(x, table, vocab_size, plan.width, plan.fixed_order), x, plan)
         if step.logits:
             return StepOutput(None, None, scores.reshape(step.lanes, step.tokens, -1), None, None)
-        token, logprob = strategies["sampling"].run(scores, vocab_size, plan.width, batch.options, step.sampled)
+        token, logprob = strategies["sampling"].run(
+            scores, vocab_size, plan.width, batch.options, step.sampled, plan.fixed_order
+        )
         return StepOutput(token, logprob, None, None, None)
 
 

@@ -11,7 +11,7 @@ from jaxpar.checkpoint.config import ModelConfig
 from jaxpar.collectives import matmul
 from jaxpar.collectives.reduction import sublayers_calls
 from jaxpar.collectives.reductions import auto as auto_reduction
-from jaxpar.collectives.reductions import fp8, int8, one_shot, psum, tree, two_shot
+from jaxpar.collectives.reductions import fixed_order, fp8, int8, one_shot, psum, tree, two_shot
 from jaxpar.collectives.reductions import ring as ring_reduction
 from jaxpar.collectives.reductions import two_level as two_level_reduction
 from jaxpar.errors import PlanError
@@ -53,6 +53,7 @@ STRATEGIES: tuple[Strategy, ...] = (
     two_level_reduction.STRATEGY,
     int8.STRATEGY,
     fp8.STRATEGY,
+    fixed_order.STRATEGY,
     matmul.STRATEGY,
     head.STRATEGY,
     sampling.STRATEGY,

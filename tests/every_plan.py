@@ -28,6 +28,7 @@ CHOICES: Mapping[str, Mapping[str, Any]] = {
     "sequence_parallel": {"sequence_parallel": True},
     "sequence_parallel,helix": {"sequence_parallel": True, "decode_attention": "helix"},
     "collective_matmul": {"sequence_parallel": True, "collective_matmul": True},
+    "fixed_order,sequence_parallel": {"all_reduce": "fixed_order", "sequence_parallel": True},
     "two_batches": {"two_batch_overlap": True},
     "head_dim": {"kv_split": "head_dim"},
 }
@@ -42,6 +43,9 @@ def phases_of(choice: str, mesh: str) -> tuple[Phase, ...]:
     if "two_batch_overlap" in chosen:
         # Steps are cut in two in the same way everywhere: a few meshes of several axes show it.
         return PHASES if min(sizes.dp, sizes.tp) > 1 else ()
+    if chosen.get("all_reduce") == "fixed_order":
+        # It changes every product in the same way everywhere.
+        return PHASES if sizes.dp == 2 and sizes.tp <= 4 and sizes.pp == 1 else ()
     if chosen.get("all_reduce", "psum") != "psum":
         # Of every way to add up one step that fills up its parts, and one over two axes where its groups are nodes.
         if mesh == "dp=2,cp=2,tp=2":

@@ -91,6 +91,12 @@ def test_gathering_without_padding_is_counted_too(mesh: str, fields: dict[str, A
     assert_counted(replace(a_step(mesh, {**fields, "moe_dispatch": "standard"}, phase), room=3))
 
 
+@pytest.mark.parametrize("room", [0, 3])
+@pytest.mark.parametrize("phase", PHASES)
+def test_a_fixed_order_of_sums_and_its_tiles_of_rows_are_counted(phase: Phase, room: int) -> None:
+    assert_counted(replace(a_step("ep=2,tp=2", {"all_reduce": "fixed_order"}, phase), room=room))
+
+
 def assert_counted(step: Step) -> None:
     """Closed forms are what the program holds, and no collective stands where ranks may part ways."""
     program = jaxpr(step)

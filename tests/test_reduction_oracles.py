@@ -12,7 +12,7 @@ from sample_models import oracle_runner, rank_logits
 
 from jaxpar.registry import STRATEGIES
 
-EXACT = {"one_shot", "two_shot", "ring", "tree", "two_level"}
+EXACT = {"fixed_order", "one_shot", "two_shot", "ring", "tree", "two_level"}
 CODES = {strategy.name: strategy.lossy for strategy in STRATEGIES if strategy.lossy}
 """What logits may differ by, as a part of the largest: the sums of two layers each add an error to the residual."""
 

@@ -275,7 +275,9 @@ def test_a_step_runs_the_strategies_that_its_plan_names_in_the_order_of_the_forw
 
 
 def test_an_unknown_strategy_is_refused_with_those_that_there_are() -> None:
-    with pytest.raises(PlanError, match=r"^all_reduce='mesh' is not a strategy: use auto, fp8, int8, one_shot, psum, "):
+    with pytest.raises(
+        PlanError, match=r"^all_reduce='mesh' is not a strategy: use auto, fixed_order, fp8, int8, one_s"
+    ):
         find("all_reduce", "mesh")
     with pytest.raises(
         PlanError, match=r"^prefill_attention='flat' is not a strategy: use all_gather, auto, head_dim, local, ri"

@@ -132,7 +132,7 @@ PREFILL, DECODE = (
         sublayer=sublayer,
         axes=("tp",),
         collectives=("reduce_scatter", "all_gather"),
-        needs="kv_split='head_dim', cp = 1, and a multiple of the KV heads as tp",
+        needs="kv_split='head_dim', cp = 1, tp a multiple of KV heads",
         run=run,
         traffic=traffic,
         check=check,

@@ -11,6 +11,8 @@ from jaxpar.attention.latent import Bag, Latent, attend_absorbed, expand
 from jaxpar.attention.partial import Partial, Window, with_sinks
 from jaxpar.attention.tiles import attend
 from jaxpar.collectives.move import Groups
+from jaxpar.fixed import by_row
+from jaxpar.plan import Phase
 
 
 class Inputs(NamedTuple):
@@ -22,7 +24,8 @@ class Inputs(NamedTuple):
     `q_positions` [B, T], `k_positions` [B, S]; -1 is padding. `window` is that of the layer or None, `scale` goes on
     the scores. `sinks` [K * group] are logits that take part in the softmax of their query head and have no value
     (gpt_oss), or None. Where heads are split inside, each size d is a rank's slice of it, and `groups` are the ranks of
-    tp that have slices of the same heads.
+    tp that have slices of the same heads. `fixed` is the phase where results must not depend on the number of lanes,
+    queries or keys.
     """
 
     q: jax.Array
@@ -35,6 +38,7 @@ class Inputs(NamedTuple):
     sinks: jax.Array | None = None
     latent: Latent | None = None
     groups: Groups = None
+    fixed: Phase | None = None
 
     @property
     def kv_heads(self) -> int:
@@ -54,18 +58,28 @@ class Inputs(NamedTuple):
 
     def expand(self, bag: Bag) -> Bag:
         """The keys and values of a rank's bag, on this rank's heads: [K, B, S, d] each."""
-        return bag if self.latent is None else expand(self.latent, bag)
+        return bag if self.latent is None else expand(self.latent, bag, self.fixed is not None)
 
     def attend(self) -> Partial:
         """Every query over the rank's own keys: Partial of [K, B, T, group, d], or [1, B, T, H, d] where absorbed."""
         if self.latent is not None and self.latent.absorbed:
-            return attend_absorbed(self.latent, self.q, self.bag, self.q_positions, self.k_positions, self.scale)
+            positions = self.q_positions, self.k_positions
+            return attend_absorbed(self.latent, self.q, self.bag, *positions, self.scale, self.fixed)
         keys = self.expand(self.bag)
-        return attend(self.grouped, *keys, self.q_positions, self.k_positions, self.window, self.scale)
+        return attend(
+            self.grouped, *keys, self.q_positions, self.k_positions, self.window, self.scale, fixed=self.fixed
+        )
 
     def finish(self, part: Partial) -> jax.Array:
         """Partial of [K, B, T, group, d] over all keys that there are -> attention [B, T, H, d], with the sinks."""
-        return with_sinks(Partial(by_token(part.out), by_token(part.lse)), self.sinks)
+        return self.weighed(Partial(by_token(part.out), by_token(part.lse)), self.sinks)
+
+    def weighed(self, part: Partial, sinks: jax.Array | None) -> jax.Array:
+        """The output [B, T, H, d] of a Partial over all keys, with the sinks of its heads."""
+        lanes, tokens, *rest = part.out.shape
+        out, lse = (x.reshape(lanes * tokens, *x.shape[2:]) for x in part)
+        done = by_row(lambda *rows: with_sinks(Partial(*rows), sinks), out, lse, fixed=self.fixed is not None)
+        return done.reshape(lanes, tokens, *rest)
 
 
 def by_token(x: jax.Array) -> jax.Array:

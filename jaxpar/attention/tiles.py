@@ -12,6 +12,7 @@ from jax import lax
 from jaxpar.attention.online import Cells, Sums, added, closed, opened
 from jaxpar.attention.partial import Partial, Window, no_keys
 from jaxpar.collectives.types import match_varying
+from jaxpar.plan import Phase
 
 TILE_ROWS, KEY_TILE = 256, 128
 """Rows (queries, times the heads that share their keys) and keys of one tile in prefill: scores that stay in a core's
@@ -19,6 +20,10 @@ cache, and no operation large enough for XLA:CPU to deal it out to threads."""
 
 DECODE_KEY_TILE = 1024
 """Keys of one tile when each request has a single query."""
+
+
+FIXED_ROWS, FIXED_KEYS = 64, 128
+"""Rows and keys of the tiles of a plan with `fixed_order`: larger ones are filled up further for a short prompt."""
 
 
 class Tiles(NamedTuple):
@@ -29,8 +34,14 @@ class Tiles(NamedTuple):
     part: int
 
 
-def tile_sizes(queries: int, keys: int, group: int) -> Tiles:
-    """Tiles for `queries`, of each of which `group` heads share their keys; a smaller problem is one tile."""
+def tile_sizes(queries: int, keys: int, group: int, fixed: Phase | None = None) -> Tiles:
+    """Tiles for `queries`, of each of which `group` heads share their keys; a smaller problem is one tile.
+
+    With `fixed`, the phase, they are the same for any number of queries and keys.
+    """
+    if fixed is not None:
+        rows = 1 if fixed == "decode" else 1 << (max(FIXED_ROWS // group, 1).bit_length() - 1)
+        return Tiles(rows, FIXED_KEYS, FIXED_KEYS)
     if queries == 1:
         return Tiles(1, min(keys, DECODE_KEY_TILE), min(keys, DECODE_KEY_TILE))
     most = 1 << (max(TILE_ROWS // group, 1).bit_length() - 1)
@@ -38,9 +49,18 @@ def tile_sizes(queries: int, keys: int, group: int) -> Tiles:
     return Tiles(q, k, k // 2 if q < k and k % 2 == 0 else k)
 
 
-def attend_flops(lanes: int, heads: int, group: int, queries: int, keys: int, key_size: int, value_size: int) -> int:
+def attend_flops(
+    lanes: int,
+    heads: int,
+    group: int,
+    queries: int,
+    keys: int,
+    key_size: int,
+    value_size: int,
+    fixed: Phase | None = None,
+) -> int:
     """FLOPs of `attend` for `queries` and `keys` of each lane and `heads` query heads, every tile counted."""
-    tile = tile_sizes(queries, keys, group)
+    tile = tile_sizes(queries, keys, group, fixed)
     tiles = -(-queries // tile.queries) * -(-keys // tile.keys)
     return 2 * lanes * heads * tiles * tile.queries * tile.keys * (key_size + value_size)
 
@@ -84,6 +104,7 @@ def attend(
     window: Window,
     scale: float,
     onto: Partial | None = None,
+    fixed: Phase | None = None,
 ) -> Partial:
     """Attention of grouped queries over a bag of keys, tile by tile (FlashAttention, arXiv:2205.14135).
 
@@ -101,13 +122,14 @@ def attend(
         window: tokens of the sliding window, or None.
         scale: on the scores; positive.
         onto: the partial result of the same queries over other keys, which the result then includes.
+        fixed: the phase, where tiles and what is computed together must not depend on how much there is.
 
     Returns:
         Partial of [K, B, T, G, d], d that of the values.
     """
     heads, lanes, queries, group, _ = q.shape
-    sizes = tile_sizes(queries, k.shape[2], group)
-    if sizes.queries == queries and sizes.keys == k.shape[2]:
+    sizes = tile_sizes(queries, k.shape[2], group, fixed)
+    if fixed is None and sizes.queries == queries and sizes.keys == k.shape[2]:
         start = None if onto is None else opened(onto)
         return closed(added(start, Cells(q, k, v, q_positions, k_positions), window, scale))
 
@@ -129,8 +151,11 @@ def attend(
     )
     one, all_cells = (partial(_in_tiles, sizes, window, scale, count) for count in (1, heads * lanes))
     # A core works best on one cell at a time, in its cache; an accelerator on all at once, and so does decode, with
-    # little work in each.
-    done = all_cells(work) if queries == 1 else lax.platform_dependent(work, cpu=one, default=all_cells)
+    # little work in each. How many there are must not matter where shapes are fixed.
+    if fixed is not None:
+        done = one(work)
+    else:
+        done = all_cells(work) if queries == 1 else lax.platform_dependent(work, cpu=one, default=all_cells)
     return Partial(*(x[0, :, :queries].reshape(heads, lanes, queries, *x.shape[3:]) for x in done))
 
 

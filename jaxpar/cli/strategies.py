@@ -15,7 +15,7 @@ def strategies(json: Json = False) -> None:
         print_json([{column: getattr(strategy, column) for column in columns} for strategy in STRATEGIES])
         return
     rows = [
-        (s.name, s.sublayer, ",".join(s.axes) or "-", ", ".join(s.collectives) or "-", s.needs, s.module)
+        (s.name, s.sublayer, ",".join(s.axes) or "-", ",".join(s.collectives) or "-", s.needs, s.module)
         for s in STRATEGIES
     ]
     OUT.print(table("", columns, rows, left=len(columns)))

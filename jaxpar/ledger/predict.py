@@ -12,11 +12,13 @@ from jax.sharding import PartitionSpec as P
 
 from jaxpar.attention import head_dim
 from jaxpar.attention.latent import absorbed_flops, expand_flops
-from jaxpar.attention.tiles import attend_flops
+from jaxpar.attention.tiles import FIXED_KEYS, attend_flops
 from jaxpar.checkpoint.config import ModelConfig, MoEConfig
+from jaxpar.fixed import whole_tiles
 from jaxpar.heads import HeadLayout
 from jaxpar.ledger.flops import per_iteration
 from jaxpar.ledger.traffic import Traffic, merge
+from jaxpar.moe.aligned import aligned_rows
 from jaxpar.nn.linear import product_rows
 from jaxpar.registry import chosen
 from jaxpar.strategies import Step, Strategy
@@ -51,7 +53,7 @@ def _flops(step: Step) -> dict[str, int]:
     projections = 2 * _multiplied(step, attends.ring_in) * _projected(config, queries, heads)
     made = hidden * heads.slice_of(config.v_head_dim) * outputs
     projections += 2 * _multiplied(step, attends.ring_out) * made
-    tokens = product_rows(step.rows if step.logits else step.lanes, step.itemsize)
+    tokens = product_rows(step.rows if step.logits else step.lanes, step.itemsize, plan.fixed_order)
     # Its products go around the same ring.
     rows = _multiplied(step, feeds.ring_in)
     ffn = _gated_ffn(rows, hidden, step.width_share("ffn", config.intermediate_size))
@@ -67,7 +69,7 @@ def _flops(step: Step) -> dict[str, int]:
 def _multiplied(step: Step, ring: tuple[str, ...]) -> int:
     """Rows of a projection's products, which are as many as there are ranks in its `ring`."""
     ranks = step.ranks(ring)
-    return ranks * product_rows(-(-step.rows // ranks), step.itemsize)
+    return ranks * product_rows(-(-step.rows // ranks), step.itemsize, step.plan.fixed_order)
 
 
 def _projected(config: ModelConfig, queries: int, heads: HeadLayout) -> int:
@@ -87,13 +89,15 @@ def _moe(step: Step, moe: MoEConfig) -> dict[str, int]:
     """FLOPs of the routers and shared experts, and of the experts in a rank's slots for all rows that may come."""
     hidden, rows = step.config.hidden_size, step.moe_rows
     shared = step.width_share("moe", moe.shared_intermediate_size)
-    of_all = 2 * rows * hidden * moe.num_experts
+    fixed = step.plan.fixed_order
+    of_all = 2 * (whole_tiles(rows) if fixed else rows) * hidden * moe.num_experts
     if moe.shared_intermediate_size:
-        of_all += _gated_ffn(product_rows(rows, step.itemsize), hidden, shared)
+        of_all += _gated_ffn(product_rows(rows, step.itemsize, fixed), hidden, shared)
     dispatch = chosen(step)["moe_dispatch"]
     assert dispatch.expert_rows is not None
     of_experts = dispatch.expert_rows(step)
-    experts = _gated_ffn(of_experts.rows, hidden, step.width_share("moe", moe.intermediate_size))
+    computed = aligned_rows(of_experts.rows, step.slots_per_rank) if fixed else of_experts.rows
+    experts = _gated_ffn(computed, hidden, step.width_share("moe", moe.intermediate_size))
     return {"moe": step.moe_layers * of_all, per_iteration("experts", of_experts.per): step.moe_layers * experts}
 
 
@@ -103,7 +107,7 @@ def _attended(step: Step, attention: Strategy) -> int:
     if step.heads.parts > 1:
         return head_dim.flops(step)
     if mla is not None and step.phase == "decode":
-        return absorbed_flops(mla, step.lanes, share.heads, step.tokens, step.keys)
+        return absorbed_flops(mla, step.lanes, share.heads, step.tokens, step.keys, step.plan.fixed_order)
     products = sum(
         attend_flops(
             step.lanes,
@@ -113,6 +117,7 @@ def _attended(step: Step, attention: Strategy) -> int:
             len(keys) * step.keys,
             config.head_dim,
             config.v_head_dim,
+            step.phase if step.plan.fixed_order else None,
         )
         for queries, keys in share.blocks
     )
@@ -120,7 +125,9 @@ def _attended(step: Step, attention: Strategy) -> int:
         return products
     # Whichever queries meet them: keys and values are made once of the latents of each block of ranks.
     expanded = {tuple(keys): len(keys) * step.keys for _, keys in share.blocks}
-    return products + expand_flops(mla, step.lanes, share.heads, sum(expanded.values()))
+    made = (step.lanes * keys for keys in expanded.values())
+    rows = sum(whole_tiles(keys, FIXED_KEYS) if step.plan.fixed_order else keys for keys in made)
+    return products + expand_flops(mla, share.heads, rows)
 
 
 def local_bytes(shapes: Any, specs: Any, sizes: Mapping[str, int]) -> int:

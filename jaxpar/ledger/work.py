@@ -16,7 +16,7 @@ from jaxpar.checkpoint.config import ModelConfig
 from jaxpar.engine.prefill import prefill_steps
 from jaxpar.layout import deal
 from jaxpar.ledger.held import Held
-from jaxpar.plan import Plan
+from jaxpar.plan import Phase, Plan
 from jaxpar.registry import chosen
 from jaxpar.strategies import Step
 
@@ -47,6 +47,7 @@ def prefill_work(config: ModelConfig, plan: Plan, seq: int, batch: int = 1) -> W
     """The work of prefilling the first of `batch` requests of `seq` tokens."""
     windows, requests = Counter(config.windows), Held("prefill", batch, seq, plan)
     ranks = plan.mesh.cp
+    fixed: Phase | None = "prefill" if plan.fixed_order else None
     cached: list[list[np.ndarray]] = [[] for _ in range(ranks)]
     seen, computed = np.zeros(ranks, np.int64), np.zeros(ranks, np.int64)
     parts = [
@@ -69,7 +70,7 @@ def prefill_work(config: ModelConfig, plan: Plan, seq: int, batch: int = 1) -> W
                 q, k = queries[q_ranks].ravel(), keys[k_ranks].ravel()
                 for window, layers in windows.items():
                     seen[rank] += layers * share.real * _seen(q, k, window)
-                    pairs = len(q) * len(k) if share.all_tiles else _computed(q, k, window, share.group)
+                    pairs = len(q) * len(k) if share.all_tiles else _computed(q, k, window, share.group, fixed)
                     computed[rank] += layers * share.heads * pairs
     return Work(seen.tolist(), computed.tolist())
 
@@ -80,9 +81,9 @@ def _seen(queries: np.ndarray, keys: np.ndarray, window: int | None) -> int:
     return int(seen if window is None else seen - np.searchsorted(k, q - window, side="right").sum())
 
 
-def _computed(queries: np.ndarray, keys: np.ndarray, window: int | None, group: int) -> int:
-    tile = tile_sizes(len(queries), len(keys), group)
-    if (tile.queries, tile.keys) == (len(queries), len(keys)):
+def _computed(queries: np.ndarray, keys: np.ndarray, window: int | None, group: int, fixed: Phase | None) -> int:
+    tile = tile_sizes(len(queries), len(keys), group, fixed)
+    if fixed is None and (tile.queries, tile.keys) == (len(queries), len(keys)):
         return len(queries) * len(keys)  # a problem of one tile is computed in any case
     q, k = _whole_tiles(queries, tile.queries), _whole_tiles(keys, tile.keys)
     return int(seen_tiles(q, k, tile.queries, tile.part, window).sum()) * tile.queries * tile.part

@@ -15,7 +15,8 @@ def bound(strategy: Strategy, step: Step) -> Callable[[Inputs], Dispatched]:
 
     def dispatch(x: Inputs) -> Dispatched:
         with jax.named_scope(f"{strategy.sublayer}:{strategy.name}"):
-            done: Dispatched = strategy.run(x._replace(room=step.room, differentiable=step.differentiated), step.plan)
+            x = x._replace(room=step.room, differentiable=step.differentiated, fixed=step.plan.fixed_order)
+            done: Dispatched = strategy.run(x, step.plan)
             return done
 
     return dispatch

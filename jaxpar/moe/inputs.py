@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxpar.collectives.types import match_varying
+from jaxpar.fixed import by_row
 from jaxpar.moe.grouped import sort_by_expert
 from jaxpar.moe.loops import add_up
 
@@ -33,6 +34,7 @@ class Inputs(NamedTuple):
     `x` [R, D]; `slots` [R, k] int32 of the slots of the ranks that the choices are among, P * S for none, those of a
     token all different; `weights` [R, k] float32, 0 for none; `experts` runs rows through those in the rank's slots.
     `room` is that of Step; `differentiable`: loops get a bound, so that derivatives pass through them (training).
+    `fixed` as in `jaxpar.fixed`.
     """
 
     x: jax.Array
@@ -42,6 +44,7 @@ class Inputs(NamedTuple):
     slots_per_rank: int
     room: int = 0
     differentiable: bool = False
+    fixed: bool = False
 
     @property
     def nothing(self) -> jax.Array:
@@ -72,7 +75,11 @@ def weighted_sum(x: Inputs) -> jax.Array:
     order, counts = sort_by_expert(x.slots.reshape(-1), x.slots_per_rank)
     done = x.experts.run(x.x[order // choices], counts)
     by_choice = jnp.zeros_like(done).at[order].set(done, unique_indices=True).reshape(tokens, choices, -1)
-    return (by_choice * x.weights[:, :, None]).sum(axis=1)
+
+    def add(by_choice: jax.Array, weights: jax.Array) -> jax.Array:
+        return (by_choice * weights[:, :, None]).sum(axis=1)
+
+    return by_row(add, by_choice, x.weights, fixed=x.fixed)
 
 
 def sum_in_blocks(x: Inputs, block: int) -> jax.Array:

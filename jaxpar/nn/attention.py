@@ -45,6 +45,7 @@ class Attention(nnx.Module):
             weight(by_stage(names, partial(_qkv, config, self.heads, "bias")), (tp,), dtype, "zeros", stages)
             if config.qkv_bias
             else None,
+            plan.fixed_order,
         )
         self.out = OutputProjection(config, plan, self.heads, layers)
         self.q_norm = _head_norm(config, plan, self.heads, names, "q_norm")
@@ -75,6 +76,7 @@ class Attention(nnx.Module):
                 self.heads.group,
                 sinks=None if self.sinks is None else self.sinks[0].astype(jnp.float32),
                 groups=self.heads.groups,
+                fixed=step.phase if step.plan.fixed_order else None,
             )
             return step.attention(inputs)
 
@@ -83,6 +85,7 @@ class Attention(nnx.Module):
 
     def _project(self, x: jax.Array, step: StepContext) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Tokens [B * T, D], or a slice of them -> rotated queries [B * T, H, d] (or a share of H) and keys, values."""
+        fixed = step.plan.fixed_order
         kv, heads, size = self.heads.kv_local, self.heads.q_local, self.heads.slice_of(self.head_dim)
         if step.query_axes:
             mine = share_of(heads, step.query_axes)
@@ -96,8 +99,9 @@ class Attention(nnx.Module):
         k, v = both[:, :kv], both[:, kv:]
         if self.q_norm is not None and self.k_norm is not None:
             of_q, of_k = head_dim.mean_squares(q, k, step.plan, step.phase, self.heads, self.head_dim)
-            q, k = rms_norm(q, self.q_norm[0], self.eps, of_q), rms_norm(k, self.k_norm[0], self.eps, of_k)
-        q, k = rotate(q, step.cos, step.sin), rotate(k, step.cos, step.sin)
+            q = rms_norm(q, self.q_norm[0], self.eps, fixed, of_q)
+            k = rms_norm(k, self.k_norm[0], self.eps, fixed, of_k)
+        q, k = (rotate(y, step.cos, step.sin, fixed=fixed) for y in (q, k))
         return q.astype(x.dtype), k.astype(x.dtype), v.astype(x.dtype)
 
 

@@ -41,7 +41,7 @@ class Slot(nnx.Module):
 
     def __init__(self, config: ModelConfig, plan: Plan, layers: Layers) -> None:
         """Declare the weights of `layers`, one a pipeline stage."""
-        self.eps = config.rms_norm_eps
+        self.eps, self.fixed = config.rms_norm_eps, plan.fixed_order
         self.attention_norm = _norm(config, plan, layers, "input_layernorm")
         mla = config.mla
         self.attention = Attention(config, plan, layers) if mla is None else MLA(config, mla, plan, layers)
@@ -56,7 +56,8 @@ class Slot(nnx.Module):
         """Residual rows [R, D] and the layer's cache -> both after the layer's attention."""
         sublayer = step.plan.sublayer("mla" if isinstance(self.attention, MLA) else "attention", step.phase)
         with jax.named_scope(f"attention:{step.reduction.name}"):
-            h = enter(rms_norm(x, self.attention_norm[0], self.eps), sublayer, step.positions.size, step.reduction)
+            h = rms_norm(x, self.attention_norm[0], self.eps, self.fixed)
+            h = enter(h, sublayer, step.positions.size, step.reduction)
             part, planes = self.attention(h, planes, step)
             return x + self.attention.out.add_bias(leave(part, sublayer, step.reduction)), planes
 
@@ -74,7 +75,8 @@ class Slot(nnx.Module):
         name: SublayerName = "moe" if isinstance(ffn, MoE) else "ffn"
         sublayer = plan.sublayer(name, phase)
         with jax.named_scope(f"{name}:{step.reduction.name}"):
-            h = enter(rms_norm(x, self.ffn_norm[0], self.eps), sublayer, step.positions.size, step.reduction)
+            h = rms_norm(x, self.ffn_norm[0], self.eps, self.fixed)
+            h = enter(h, sublayer, step.positions.size, step.reduction)
             split = tuple(axis for axis in plan.width_of(name, phase) if axis not in plan.width)
             if isinstance(ffn, MoE):
                 part, record = ffn(h, split, step)
@@ -97,7 +99,7 @@ class Decoder(nnx.Module):
 
     def __init__(self, config: ModelConfig, plan: Plan) -> None:
         """Declare every weight of `config` as `plan` shards it."""
-        self.eps = config.rms_norm_eps
+        self.eps, self.fixed = config.rms_norm_eps, plan.fixed_order
         table = (config.vocab_size, config.hidden_size)
         names = (
             "model.embed_tokens.weight",
@@ -156,7 +158,7 @@ class Decoder(nnx.Module):
 
     def normed(self, rows: jax.Array) -> jax.Array:
         """Residual rows [R, D] after all layers -> what the head works on."""
-        return rms_norm(rows, self.norm[...], self.eps)
+        return rms_norm(rows, self.norm[...], self.eps, self.fixed)
 
 
 def _norm(config: ModelConfig, plan: Plan, layers: Layers, name: str) -> Weight:

@@ -12,22 +12,29 @@ from jax import lax
 
 from jaxpar.collectives import rank_index
 from jaxpar.collectives.matmul import gather_matmul, matmul_scatter
+from jaxpar.fixed import by_row, whole_tiles
 from jaxpar.nn.weights import Weight
 
 
-def matmul(x: jax.Array, w: jax.Array) -> jax.Array:
-    """[T, I] times a weight [O, I] as checkpoints store it -> [T, O] in float32."""
-    rows = x.shape[0]
-    x = jnp.broadcast_to(x, (product_rows(rows, x.dtype.itemsize), x.shape[1]))
-    return lax.dot_general(x, w, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)[:rows]
+def matmul(x: jax.Array, w: jax.Array, fixed: bool = False) -> jax.Array:
+    """[T, I] times a weight [O, I] as checkpoints store it -> [T, O] in float32; `fixed` as in `jaxpar.fixed`."""
+
+    def product(x: jax.Array) -> jax.Array:
+        rows = x.shape[0]
+        x = jnp.broadcast_to(x, (product_rows(rows, x.dtype.itemsize), x.shape[1]))
+        return lax.dot_general(x, w, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)[:rows]
+
+    return by_row(product, x, fixed=fixed)
 
 
-def product_rows(rows: int, itemsize: int) -> int:
-    """Rows of the product that `matmul` computes.
+def product_rows(rows: int, itemsize: int, fixed: bool = False) -> int:
+    """Rows of the products that `matmul` computes.
 
     A single row of 16-bit numbers goes in twice: XLA:CPU has no fast product for it and takes ten times as long as for
     two, and accelerators fill up their tiles in any case.
     """
+    if fixed:
+        return whole_tiles(rows)
     return 2 if rows == 1 and itemsize == 2 else rows
 
 
@@ -69,22 +76,21 @@ class ColumnParallel(nnx.Module):
     The result stays in float32: what follows is elementwise, and rounds once.
     """
 
-    def __init__(self, weight: Weight, bias: Weight | None) -> None:
-        """Slot weights: `weight` [1, O/tp, I], `bias` [1, O/tp] in the local view."""
-        self.weight = weight
-        self.bias = bias
+    def __init__(self, weight: Weight, bias: Weight | None, fixed: bool = False) -> None:
+        """Slot weights: `weight` [1, O/tp, I], `bias` [1, O/tp] in the local view; `fixed` as in `matmul`."""
+        self.weight, self.bias, self.fixed = weight, bias, fixed
 
     def __call__(self, x: jax.Array, ring: Ring = NO_RING) -> jax.Array:
         """Project; the bias is split like the rows.
 
         Over `ring` the input is a slice of the tokens, and those of the other slices come as it goes: [P * T, O/tp].
         """
-        y = gather_matmul(x, ring.axes, lambda rows: matmul(rows, self.weight[0]), ring.sublayer)
+        y = gather_matmul(x, ring.axes, lambda rows: matmul(rows, self.weight[0], self.fixed), ring.sublayer)
         return y if self.bias is None else y + self.bias[0].astype(y.dtype)[None, :]
 
     def rows(self, x: jax.Array, start: jax.Array | int, count: int) -> jax.Array:
         """Project onto `count` of the rank's rows alone -> [T, count]."""
-        y = matmul(x, lax.dynamic_slice_in_dim(self.weight[0], start, count))
+        y = matmul(x, lax.dynamic_slice_in_dim(self.weight[0], start, count), self.fixed)
         if self.bias is None:
             return y
         return y + lax.dynamic_slice_in_dim(self.bias[0], start, count).astype(y.dtype)[None, :]
@@ -96,35 +102,39 @@ class RowParallel(nnx.Module):
     The caller sums over the ranks, then adds the bias once with `add_bias`.
     """
 
-    def __init__(self, weight: Weight, bias: Weight | None) -> None:
-        """Slot weights: `weight` [1, O, I/tp], `bias` [1, O] in the local view."""
-        self.weight = weight
-        self.bias = bias
+    def __init__(self, weight: Weight, bias: Weight | None, fixed: bool = False) -> None:
+        """Slot weights: `weight` [1, O, I/tp], `bias` [1, O] in the local view; `fixed` as in `matmul`."""
+        self.weight, self.bias, self.fixed = weight, bias, fixed
 
     def __call__(self, x: jax.Array, ring: Ring = NO_RING) -> jax.Array:
         """The rank's partial result, in the dtype in which it is sent.
 
         Over `ring` it is summed as it goes, and a slice of the tokens is left: [ceil(T / P), O].
         """
-        return matmul_scatter(x, ring.axes, lambda rows: matmul(rows, self.weight[0]), ring.sublayer)
+        return matmul_scatter(x, ring.axes, lambda rows: matmul(rows, self.weight[0], self.fixed), ring.sublayer)
 
     def columns(self, x: jax.Array, start: jax.Array | int) -> jax.Array:
         """The same of [T, count]: the part of the input that belongs to as many columns from `start` on."""
         w = lax.dynamic_slice_in_dim(self.weight[0], start, x.shape[1], axis=1)
-        return matmul(x, w).astype(x.dtype)
+        return matmul(x, w, self.fixed).astype(x.dtype)
 
     def add_bias(self, y: jax.Array) -> jax.Array:
         """Add the bias to the finished sum."""
         return y if self.bias is None else y + self.bias[0][None, :]
 
 
-def rms_norm(x: jax.Array, scale: jax.Array, eps: float, mean_square: jax.Array | None = None) -> jax.Array:
+def rms_norm(
+    x: jax.Array, scale: jax.Array, eps: float, fixed: bool = False, mean_square: jax.Array | None = None
+) -> jax.Array:
     """Root-mean-square norm over the last dimension, statistics in float32 (arXiv:1910.07467).
 
-    `mean_square` [..., 1] is given where `x` is a slice of what the norm goes over.
+    `fixed` as in `jaxpar.fixed`; `mean_square` [..., 1] is given where `x` is a slice of what the norm goes over.
     """
-    wide = x.astype(jnp.float32)
-    if mean_square is None:
-        mean_square = jnp.mean(wide * wide, axis=-1, keepdims=True)
-    wide = wide * lax.rsqrt(mean_square + eps)
-    return (wide * lax.expand_dims(scale.astype(jnp.float32), range(x.ndim - 1))).astype(x.dtype)
+
+    def norm(x: jax.Array) -> jax.Array:
+        wide = x.astype(jnp.float32)
+        mean = jnp.mean(wide * wide, axis=-1, keepdims=True) if mean_square is None else mean_square
+        wide = wide * lax.rsqrt(mean + eps)
+        return (wide * lax.expand_dims(scale.astype(jnp.float32), range(x.ndim - 1))).astype(x.dtype)
+
+    return by_row(norm, x, fixed=fixed)

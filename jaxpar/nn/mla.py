@@ -63,6 +63,7 @@ class MLA(nnx.Module):
         self.q = ColumnParallel(
             over_heads("q_proj" if rank is None else "q_b_proj", config.head_dim, hidden if rank is None else rank),
             None,
+            plan.fixed_order,
         )
         self.kv_up = over_heads("kv_b_proj", mla.qk_nope_head_dim + mla.v_head_dim, mla.kv_lora_rank)
         self.out = OutputProjection(config, plan, self.heads, layers)
@@ -86,6 +87,7 @@ class MLA(nnx.Module):
                 self.scale,
                 self.heads.group,
                 latent=Latent(up, self.mla.qk_nope_head_dim, absorbed=step.phase == "decode"),
+                fixed=step.phase if step.plan.fixed_order else None,
             )
             return step.attention(inputs)
 
@@ -96,13 +98,15 @@ class MLA(nnx.Module):
         """Tokens [B * T, D] -> queries [B * T, H, d] (or a share of H), latents [B * T, 1, r], keys [B * T, 1, d_p]."""
         mla = self.mla
         rank = mla.q_lora_rank or 0
-        q_latent, latent, rope = jnp.split(matmul(x, self.latents[0]), (rank, rank + mla.kv_lora_rank), axis=1)
-        latent = rms_norm(latent, self.kv_norm[0], mla.norm_eps)
+        fixed = step.plan.fixed_order
+        together = matmul(x, self.latents[0], fixed)
+        q_latent, latent, rope = jnp.split(together, (rank, rank + mla.kv_lora_rank), axis=1)
+        latent = rms_norm(latent, self.kv_norm[0], mla.norm_eps, fixed)
         if self.q_norm is not None:
-            q = self._queries(rms_norm(q_latent, self.q_norm[0], mla.norm_eps).astype(x.dtype), step)
+            q = self._queries(rms_norm(q_latent, self.q_norm[0], mla.norm_eps, fixed).astype(x.dtype), step)
         else:
             q = self._queries(x, step)
-        rope = rotate(rope[:, None], step.cos, step.sin, self.interleaved)
+        rope = rotate(rope[:, None], step.cos, step.sin, self.interleaved, step.plan.fixed_order)
         return q.astype(x.dtype), latent[:, None].astype(x.dtype), rope.astype(x.dtype)
 
     def _queries(self, x: jax.Array, step: StepContext) -> jax.Array:
@@ -114,7 +118,7 @@ class MLA(nnx.Module):
         else:
             q = self.q(x)
         q = q.reshape(x.shape[0], -1, size)
-        rope = rotate(q[..., nope:], step.cos, step.sin, self.interleaved)
+        rope = rotate(q[..., nope:], step.cos, step.sin, self.interleaved, step.plan.fixed_order)
         return jnp.concatenate([q[..., :nope], rope], axis=2)
 
 

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxpar.checkpoint.config import ModelConfig
+from jaxpar.fixed import by_row
 from jaxpar.nn.linear import NO_RING, ColumnParallel, Ring, RowParallel, share_of
 from jaxpar.nn.stage import Prefixes, by_stage, presence
 from jaxpar.nn.weights import Block, Entry, Source, residual_std, weight
@@ -42,12 +43,14 @@ class MLP(nnx.Module):
             weight(by_stage(prefixes, partial(gate_up, "bias")), (over,), dtype, "zeros", stages)
             if config.mlp_bias
             else None,
+            plan.fixed_order,
         )
         downs = by_stage(prefixes, lambda name: Source.padded(f"{name}down_proj.weight", (hidden, width), tp, dim=1))
         biases = by_stage(prefixes, lambda name: Source.whole(f"{name}down_proj.bias", (hidden,)))
         self.down = RowParallel(
             weight(downs, (None, over), dtype, out_std, stages),
             weight(biases, (None,), dtype, "zeros", stages) if config.mlp_bias else None,
+            plan.fixed_order,
         )
 
     def __call__(
@@ -63,11 +66,14 @@ class MLP(nnx.Module):
         width = self.gate_up.weight[0].shape[0] // 2
         if not split:
             both = self.gate_up(x, ring_in)
-            return self.down(gated(both[:, :width], both[:, width:]).astype(x.dtype), ring_out)
+            hidden = by_row(gated, both[:, :width], both[:, width:], fixed=self.down.fixed)
+            return self.down(hidden.astype(x.dtype), ring_out)
         mine = share_of(width, split)
         gate, up = (self.gate_up.rows(x, start, mine.count) for start in (mine.start, width + mine.start))
         own = jnp.arange(mine.count)[None, :] >= mine.skip
-        return self.down.columns(jnp.where(own, gated(gate, up), 0.0).astype(x.dtype), mine.start)
+        return self.down.columns(
+            jnp.where(own, by_row(gated, gate, up, fixed=self.down.fixed), 0.0).astype(x.dtype), mine.start
+        )
 
 
 def gate_up_source(gate: str, up: str, shape: tuple[int, ...], tp: int, entries: tuple[Entry, ...] = ()) -> Source:

@@ -19,11 +19,13 @@ from jax import lax
 from jaxpar.checkpoint.config import ClampedSwiGLU, ModelConfig, MoEConfig
 from jaxpar.collectives import rank_index
 from jaxpar.collectives.exchange import own_rows
+from jaxpar.fixed import by_row
+from jaxpar.moe.aligned import aligned_expert_ffn
 from jaxpar.moe.grouped import Activation, expert_ffn
 from jaxpar.moe.inputs import Experts, Inputs
 from jaxpar.moe.placement import first_slots
 from jaxpar.moe.record import LayerRecord, record
-from jaxpar.moe.router import route
+from jaxpar.moe.router import Routing, route
 from jaxpar.moe.slots import EMPTY
 from jaxpar.nn.context import StepContext
 from jaxpar.nn.expert_map import ExpertMap
@@ -92,8 +94,12 @@ class MoE(nnx.Module):
     def __call__(self, x: jax.Array, split: tuple[str, ...], step: StepContext) -> tuple[jax.Array, LayerRecord]:
         """Tokens [R, D] -> a partial sum of [R, D] over the axes of the width, `split` among them as in MLP."""
         bias = None if self.route_bias is None else self.route_bias[0]
-        pipeline = step.plan.pipeline
-        routing = on_stages(self.present, pipeline, lambda: route(x, self.route[0], bias, self.router))
+        pipeline, fixed = step.plan.pipeline, step.plan.fixed_order
+
+        def routed() -> Routing:
+            return by_row(lambda tile: route(tile, self.route[0], bias, self.router), x, fixed=fixed)
+
+        routing = on_stages(self.present, pipeline, routed)
         real = _own(step.positions >= 0, step)
         if not all(self.present):
             # Tokens of a stage that has no experts in this slot go to none, and count nowhere.
@@ -139,12 +145,14 @@ class MoE(nnx.Module):
             down_bias = jnp.where(first, down_bias, jnp.zeros_like(down_bias))
         activation = gated if self.clamp is None else _clamped(self.clamp)
 
+        ffn = aligned_expert_ffn if step.plan.fixed_order else expert_ffn
+
         def experts(rows: jax.Array, counts: jax.Array) -> jax.Array:
             with jax.named_scope("experts:grouped"):
                 return on_stages(
                     self.present,
                     step.plan.pipeline,
-                    lambda: expert_ffn(rows, gate_up, down, counts, activation, gate_up_bias, down_bias),
+                    lambda: ffn(rows, gate_up, down, counts, activation, gate_up_bias, down_bias),
                 )
 
         return Experts(experts, gate_up)

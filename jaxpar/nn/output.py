@@ -35,6 +35,7 @@ class OutputProjection(RowParallel):
         super().__init__(
             weight(columns, (None, plan.width), dtype, residual_std(config.num_hidden_layers), stages),
             weight(biases, (None,), dtype, "zeros", stages) if config.o_bias else None,
+            plan.fixed_order,
         )
         self.q_local = heads.q_local
 

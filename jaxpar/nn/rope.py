@@ -10,6 +10,7 @@ import numpy as np
 from jax import lax
 
 from jaxpar.checkpoint.config import RopeConfig
+from jaxpar.fixed import by_row
 
 
 def frequencies(rope: RopeConfig, head_dim: int) -> tuple[np.ndarray, float]:
@@ -59,7 +60,12 @@ def _yarn_scale(rope: RopeConfig) -> float:
 
 
 def angles(
-    positions: jax.Array, rope: RopeConfig, head_dim: int, rank: jax.Array | int = 0, parts: int = 1
+    positions: jax.Array,
+    rope: RopeConfig,
+    head_dim: int,
+    rank: jax.Array | int = 0,
+    parts: int = 1,
+    fixed: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
     """Cosines and sines of global positions [T] -> two [T, head_dim / 2] float32.
 
@@ -70,17 +76,25 @@ def angles(
     if parts > 1:
         pairs = len(base) // parts
         mine = lax.dynamic_slice_in_dim(mine, rank % parts * pairs, pairs)
-    turned = positions.astype(jnp.float32)[:, None] * mine[None, :]
-    return jnp.cos(turned) * scale, jnp.sin(turned) * scale
+
+    def of_rows(positions: jax.Array) -> tuple[jax.Array, jax.Array]:
+        turned = positions.astype(jnp.float32)[:, None] * mine[None, :]
+        return jnp.cos(turned) * scale, jnp.sin(turned) * scale
+
+    return by_row(of_rows, positions, fixed=fixed)
 
 
-def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array, interleaved: bool = False) -> jax.Array:
+def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array, interleaved: bool = False, fixed: bool = False) -> jax.Array:
     """Turn heads [T, H, d] by angles [T, d / 2]; pair i is dimensions i and i + d/2, as Hugging Face stores them.
 
     Where pairs are `interleaved`, pair i is dimensions 2i and 2i + 1. They come out as i and i + d/2 all the same: it
     does not change a product of two that are rotated.
     """
-    wide = x.astype(jnp.float32)
-    first, second = (wide[..., ::2], wide[..., 1::2]) if interleaved else jnp.split(wide, 2, axis=-1)
-    cos, sin = cos[:, None, :], sin[:, None, :]
-    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)
+
+    def turn(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
+        wide = x.astype(jnp.float32)
+        first, second = (wide[..., ::2], wide[..., 1::2]) if interleaved else jnp.split(wide, 2, axis=-1)
+        cos, sin = cos[:, None, :], sin[:, None, :]
+        return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)
+
+    return by_row(turn, x, cos, sin, fixed=fixed)

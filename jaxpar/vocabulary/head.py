@@ -47,10 +47,12 @@ def all_tokens(x: jax.Array, tokens: int, sublayer: Sublayer) -> jax.Array:
         return enter(x, sublayer, tokens)
 
 
-def local_logits(x: jax.Array, table: jax.Array, vocab_size: int, axes: tuple[str, ...]) -> jax.Array:
-    """Hidden states [T, D] and the rank's rows [V/tp, D] -> its logits [T, V/tp] in float32."""
+def local_logits(
+    x: jax.Array, table: jax.Array, vocab_size: int, axes: tuple[str, ...], fixed: bool = False
+) -> jax.Array:
+    """Hidden states [T, D] and the rank's rows [V/tp, D] -> its logits [T, V/tp] in float32; `fixed` as in `matmul`."""
     with jax.named_scope("head:vocab_parallel"):
-        logits = matmul(x, table)
+        logits = matmul(x, table, fixed)
         real = vocabulary_ids(table.shape[0], axes) < vocab_size
         return jnp.where(real[None, :], logits, -jnp.inf)
 

@@ -18,6 +18,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxpar.collectives import all_max, all_min, all_sum
+from jaxpar.collectives.fixed_order import FIXED_ORDER
+from jaxpar.fixed import by_row
 from jaxpar.ledger.traffic import Traffic
 from jaxpar.strategies import Step, Strategy
 from jaxpar.vocabulary.head import vocabulary_ids
@@ -48,7 +50,12 @@ class Sampled(NamedTuple):
 
 
 def sample(
-    logits: jax.Array, vocab_size: int, axes: tuple[str, ...], options: SamplingArrays, sampled: bool
+    logits: jax.Array,
+    vocab_size: int,
+    axes: tuple[str, ...],
+    options: SamplingArrays,
+    sampled: bool,
+    fixed: bool = False,
 ) -> Sampled:
     """Choose a token for each lane.
 
@@ -58,13 +65,14 @@ def sample(
         axes: those over which the vocabulary is split.
         options: of each lane; read only when `sampled`.
         sampled: whether any lane is drawn; without it the program is greedy and holds no noise.
+        fixed: sums in an order that does not depend on how many lanes there are.
     """
     with jax.named_scope("sampling:vocab_parallel"):
         ids = vocabulary_ids(logits.shape[1], axes)
         top = all_max(logits.max(axis=1), axes)
         scores = logits
         if sampled:
-            scores = _perturbed(logits, top, ids, axes, options)
+            scores = _perturbed(logits, top, ids, axes, options, fixed)
             best = all_max(scores.max(axis=1), axes)
         else:
             best = top
@@ -73,13 +81,18 @@ def sample(
         token = all_min(winners.min(axis=1), axes)
         # One all-reduce carries both: the softmax denominator and the chosen logit, which one rank knows.
         chosen = jnp.where(ids[None, :] == token[:, None], logits - top[:, None], 0.0).sum(axis=1)
-        total = jnp.exp(logits - top[:, None]).sum(axis=1)
-        sums = all_sum(jnp.stack([total, chosen]), axes)
-        return Sampled(token, sums[1] - jnp.log(sums[0]))
+        total = by_row(lambda x, top: jnp.exp(x - top[:, None]).sum(axis=1), logits, top, fixed=fixed)
+        sums = _over(axes, jnp.stack([total, chosen]), fixed)
+        return Sampled(token, by_row(lambda chosen, total: chosen - jnp.log(total), sums[1], sums[0], fixed=fixed))
+
+
+def _over(axes: tuple[str, ...], x: jax.Array, fixed: bool) -> jax.Array:
+    """Sums over ranks."""
+    return FIXED_ORDER.all_reduce(x, axes) if fixed else all_sum(x, axes)
 
 
 def _perturbed(
-    logits: jax.Array, top: jax.Array, ids: jax.Array, axes: tuple[str, ...], options: SamplingArrays
+    logits: jax.Array, top: jax.Array, ids: jax.Array, axes: tuple[str, ...], options: SamplingArrays, fixed: bool
 ) -> jax.Array:
     """Scores whose maximum is a draw: filtered logits / temperature + Gumbel noise; greedy lanes keep their logits."""
     drawn = options.temperature > 0
@@ -87,15 +100,29 @@ def _perturbed(
     order = _sortable(scaled)
     vocabulary = jnp.int32(jnp.iinfo(jnp.int32).max)
     wanted = jnp.where(options.top_k > 0, options.top_k, vocabulary).astype(jnp.float32)
-    threshold = _threshold(order, jnp.ones_like(scaled), wanted, axes)
+    threshold = _threshold(order, jnp.ones_like(scaled), wanted, axes, fixed)
     kept = order >= threshold[:, None]
-    mass = jnp.where(kept, jnp.exp(scaled), 0.0)
-    total = all_sum(mass.sum(axis=1), axes)
+
+    def of_lanes(kept: jax.Array, scaled: jax.Array) -> tuple[jax.Array, jax.Array]:
+        mass = jnp.where(kept, jnp.exp(scaled), 0.0)
+        return mass, mass.sum(axis=1)
+
+    mass, total = by_row(of_lanes, kept, scaled, fixed=fixed)
+    total = _over(axes, total, fixed)
     # The nucleus: the fewest best tokens whose probability reaches top_p (arXiv:1904.09751).
-    threshold = _threshold(order, mass, jnp.where(options.top_p < 1.0, options.top_p * total, jnp.inf), axes)
+    threshold = _threshold(order, mass, jnp.where(options.top_p < 1.0, options.top_p * total, jnp.inf), axes, fixed)
     kept = kept & (order >= threshold[:, None])
-    noisy = jnp.where(kept, scaled + gumbel_noise(options.seed, options.position, ids), -jnp.inf)
+    noise = by_row(
+        lambda seed, position: gumbel_noise(seed, position, ids), options.seed, options.position, fixed=fixed
+    )
+    noisy = jnp.where(kept, scaled + noise, -jnp.inf)
     return jnp.where(drawn[:, None], noisy, logits)
+
+
+def _at_or_above(order: jax.Array, weight: jax.Array, candidates: jax.Array) -> jax.Array:
+    """The weight [B, 15] that lies at or above each candidate [B, 15]."""
+    above = [jnp.where(order >= candidates[:, i, None], weight, 0.0).sum(axis=1) for i in range(_CANDIDATES)]
+    return jnp.stack(above, axis=1)
 
 
 def _sortable(x: jax.Array) -> jax.Array:
@@ -105,7 +132,7 @@ def _sortable(x: jax.Array) -> jax.Array:
     return jnp.where(bits >> 31 == 1, ~bits, bits | jnp.uint32(1 << 31))
 
 
-def _threshold(order: jax.Array, weight: jax.Array, wanted: jax.Array, axes: tuple[str, ...]) -> jax.Array:
+def _threshold(order: jax.Array, weight: jax.Array, wanted: jax.Array, axes: tuple[str, ...], fixed: bool) -> jax.Array:
     """The highest threshold [B] for which the weights [B, V/tp] with order >= threshold sum to `wanted` [B] or more.
 
     0 (everything is kept) where all of them sum to less.
@@ -114,8 +141,7 @@ def _threshold(order: jax.Array, weight: jax.Array, wanted: jax.Array, axes: tup
     def round_(threshold: jax.Array, shift: jax.Array) -> tuple[jax.Array, None]:
         steps = jnp.arange(1, _CANDIDATES + 1, dtype=jnp.uint32)
         candidates = threshold[:, None] | (steps[None, :] << shift)
-        above = [jnp.where(order >= candidates[:, i, None], weight, 0.0).sum(axis=1) for i in range(_CANDIDATES)]
-        sums = all_sum(jnp.stack(above, axis=1), axes)
+        sums = _over(axes, by_row(_at_or_above, order, weight, candidates, fixed=fixed), fixed)
         # Sums fall as candidates rise, so the number that reach `wanted` names the highest of them.
         reached = (sums >= wanted[:, None]).sum(axis=1).astype(jnp.uint32)
         return threshold | (reached << shift), None
@@ -144,12 +170,12 @@ def traffic(step: Step) -> list[Traffic]:
     if not axes or step.logits:
         return []
     value = step.lanes * 4
-    sizes = {value: 2, 2 * value: 1}
-    if step.sampled:
-        sizes[value] += 2
-        sizes[_CANDIDATES * value] = 2 * _ROUNDS
-    scope = ("sampling", "vocab_parallel")
-    return [step.sends(scope, "all_reduce", axes, calls, size) for size, calls in sizes.items()]
+    sums = {2 * value: 1, **({value: 1, _CANDIDATES * value: 2 * _ROUNDS} if step.sampled else {})}
+    scope, of_sums = ("sampling", "vocab_parallel"), "all_gather" if step.plan.fixed_order else "all_reduce"
+    return [
+        step.sends(scope, "all_reduce", axes, 3 if step.sampled else 2, value),
+        *(step.sends(scope, of_sums, axes, calls, size) for size, calls in sums.items()),
+    ]
 
 
 def check(step: Step) -> str | None:
@@ -157,4 +183,6 @@ def check(step: Step) -> str | None:
     return None
 
 
-STRATEGY = Strategy("vocab_parallel", "sampling", ("tp",), ("all_reduce",), "any vocabulary", sample, traffic, check)
+STRATEGY = Strategy(
+    "vocab_parallel", "sampling", ("tp",), ("all_reduce", "all_gather"), "any vocabulary", sample, traffic, check
+)

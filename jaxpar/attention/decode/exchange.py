@@ -13,8 +13,9 @@ from jax import lax
 from jaxpar.attention.decode.overlap import parts_of
 from jaxpar.attention.inputs import Inputs, by_token, pad_heads
 from jaxpar.attention.packed import pack, packed_bytes, unpack
-from jaxpar.attention.partial import merge_all, with_sinks
+from jaxpar.attention.partial import Partial, merge_all
 from jaxpar.collectives import all_gather, all_to_all, rank_index
+from jaxpar.fixed import by_row
 from jaxpar.ledger.traffic import Traffic
 from jaxpar.plan import Plan
 from jaxpar.strategies import Step
@@ -35,8 +36,20 @@ def exchange(x: Inputs, plan: Plan) -> jax.Array:
     """
     dtype, ranks = x.q.dtype, plan.mesh.cp
     packed = pad_heads(by_token(pack(x.attend(), dtype)), ranks)
-    merged = merge_all(unpack(all_to_all(packed[None], plan.sequence, split=3, concat=0), dtype))
-    return with_sinks(merged, None if x.sinks is None else _slice_of(x.sinks, plan))
+    parts = unpack(all_to_all(packed[None], plan.sequence, split=3, concat=0), dtype)
+    return x.weighed(_merged(parts, x.fixed is not None), None if x.sinks is None else _slice_of(x.sinks, plan))
+
+
+def _merged(parts: Partial, fixed: bool) -> Partial:
+    """Partials of N ranks [N, B, T, ...] -> of all their keys [B, T, ...]."""
+    _, lanes, tokens, *_ = parts.lse.shape
+    rows = (jnp.moveaxis(x, 0, 2).reshape(lanes * tokens, x.shape[0], *x.shape[3:]) for x in parts)
+
+    def merge(out: jax.Array, lse: jax.Array) -> Partial:
+        return merge_all(Partial(jnp.moveaxis(out, 1, 0), jnp.moveaxis(lse, 1, 0)))
+
+    merged = by_row(merge, *rows, fixed=fixed)
+    return Partial(*(x.reshape(lanes, tokens, *x.shape[1:]) for x in merged))
 
 
 def _slice_of(sinks: jax.Array, plan: Plan) -> jax.Array:

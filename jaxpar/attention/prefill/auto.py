@@ -11,5 +11,7 @@ from jaxpar.strategies import Choice, Step, least_sent
 
 
 def resolve(step: Step) -> Choice:
-    """`ring` or `ring_q`, by the bytes that each rank sends."""
+    """`ring` or `ring_q`, by the bytes that each rank sends; where the order of sums is fixed `ring`."""
+    if step.plan.fixed_order:
+        return Choice(ring.STRATEGY.name, "the order in which it merges does not depend on other requests")
     return least_sent(step, (ring.STRATEGY, ring_q.STRATEGY))

@@ -68,7 +68,7 @@ def ring_attention(
 
     def attend_to(step: jax.Array | int, bag: Bag, done: Partial) -> Partial:
         onto = Partial(done.out.reshape(*q.shape[:-1], size), done.lse.reshape(q.shape[:-1]))
-        return attend(q, *x.expand(bag), x.q_positions, positions(step), x.window, x.scale, onto=onto)
+        return attend(q, *x.expand(bag), x.q_positions, positions(step), x.window, x.scale, onto, x.fixed)
 
     def flat(done: Partial) -> Partial:
         # XLA:CPU orders dimensions of size 1 in a loop's carry as it likes, and would copy the result at every hop.

@@ -13,6 +13,8 @@ from jaxpar.strategies import Choice, Step, least_sent
 
 def resolve(step: Step) -> Choice:
     """`two_level`, `standard` or `all_to_all`; not one that lacks an option that the plan asks for."""
+    if step.plan.fixed_order:
+        return Choice(standard.STRATEGY.name, "the order in which it adds does not depend on other requests")
     if step.phase == "prefill" and two_level.check(step) is None:
         nodes = step.ranks(levels(step.plan, step.plan.experts).across)
         return Choice("two_level", f"a prefill across {nodes} nodes of {step.plan.devices_per_node} devices")

@@ -18,7 +18,9 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from jaxpar.collectives import all_gather, all_sum, rank_index, scatter_sum
+from jaxpar.collectives import all_gather, all_sum, rank_index
+from jaxpar.collectives.fixed_order import FIXED_ORDER
+from jaxpar.collectives.reduction import NATIVE, Call, Reduction
 from jaxpar.ledger.traffic import Traffic
 from jaxpar.moe.dispatch.options import refused_option
 from jaxpar.moe.inputs import Dispatched, Inputs, local_choices, pack_routing, unpack_routing, weighted_sum
@@ -30,14 +32,19 @@ def run(x: Inputs, plan: Plan) -> Dispatched:
     """The rank's tokens through experts of all ranks of `plan.experts` -> [R, D]."""
     axes = plan.experts
     if x.room:
-        return _side_by_side(x, axes)
+        return _side_by_side(x, axes, _reduction(plan))
     routing = unpack_routing(all_gather(pack_routing(x.slots, x.weights), axes))
     slots, weights = local_choices(*routing, rank_index(axes) * x.slots_per_rank, x.slots_per_rank)
     part = weighted_sum(x._replace(x=all_gather(x.x, axes), slots=slots, weights=weights))
-    return Dispatched(scatter_sum(part.astype(x.x.dtype), axes))
+    return Dispatched(_reduction(plan).reduce_scatter(part.astype(x.x.dtype), axes))
 
 
-def _side_by_side(x: Inputs, axes: tuple[str, ...]) -> Dispatched:
+def _reduction(plan: Plan) -> Reduction:
+    """How results are added up."""
+    return FIXED_ORDER if plan.fixed_order else NATIVE
+
+
+def _side_by_side(x: Inputs, axes: tuple[str, ...], reduction: Reduction) -> Dispatched:
     """The real rows of all ranks in `x.room` rows, which hold them all."""
     none = jax.lax.axis_size(axes) * x.slots_per_rank
     real = (x.slots < none).any(axis=1)
@@ -52,7 +59,7 @@ def _side_by_side(x: Inputs, axes: tuple[str, ...]) -> Dispatched:
     slots, weights = unpack_routing(of_all(pack_routing(x.slots - none, x.weights)))
     slots, weights = local_choices(slots + none, weights, rank_index(axes) * x.slots_per_rank, x.slots_per_rank)
     part = weighted_sum(x._replace(x=of_all(x.x), slots=slots, weights=weights))
-    sums = all_sum(part.astype(x.x.dtype), axes)
+    sums = reduction.all_reduce(part.astype(x.x.dtype), axes)
     return Dispatched(sums.at[place].get(mode="fill", fill_value=0))
 
 
@@ -64,17 +71,19 @@ def traffic(step: Step) -> list[Traffic]:
     if not step.plan.experts:
         return []
     scope, axes, layers = ("moe_dispatch", "standard"), step.plan.experts, step.moe_layers
+    reduction = _reduction(step.plan)
     if step.room:
         return [
             step.sends(scope, "all_gather", axes, layers, 4),
             step.sends(scope, "all_reduce", axes, layers, step.room * 2 * step.choices * 4),
-            step.sends(scope, "all_reduce", axes, 2 * layers, step.room * step.row_bytes),
+            step.sends(scope, "all_reduce", axes, layers, step.room * step.row_bytes),
+            *reduction.sent(step, scope, Call("all_reduce", axes, layers, step.room)),
         ]
     rows = step.moe_rows * step.row_bytes
     return [
         step.sends(scope, "all_gather", axes, layers, step.moe_rows * 2 * step.choices * 4),
         step.sends(scope, "all_gather", axes, layers, rows),
-        step.sends(scope, "reduce_scatter", axes, layers, rows * step.ranks(axes)),
+        *reduction.sent(step, scope, Call("reduce_scatter", axes, layers, step.moe_rows * step.ranks(axes))),
     ]
 
 
@@ -105,7 +114,7 @@ STRATEGY = Strategy(
     name="standard",
     sublayer="moe_dispatch",
     axes=("dp", "ep", "cp", "tp"),
-    collectives=("all_gather", "reduce_scatter", "all_reduce"),
+    collectives=("all_gather", "reduce_scatter", "all_reduce", "all_to_all"),
     needs="any shape",
     run=run,
     traffic=traffic,
