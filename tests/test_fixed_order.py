@@ -57,7 +57,10 @@ def bits(runner: Runner, others: Sequence[list[int]], place: int, whole: bool) -
 
     def following(session: Session, logits: bool = False) -> Iterator[Decoded]:
         for token in FOLLOWING:
-            yield from session.decode(dict.fromkeys(range(len(prompts)), token), logits)
+            # With stages a step has a group of the requests.
+            for decoded in session.decode(dict.fromkeys(range(len(prompts)), token), logits):
+                if place in decoded.rows:
+                    yield decoded
 
     session = open_session(runner, prompts, len(FOLLOWING), DRAWN if whole else GREEDY)
     chunks = list(session.prefill(logits=True))
@@ -115,7 +118,7 @@ MODELS = ("llama_9_3", "qwen2_sliding", "qwen3", "gpt_oss", "deepseek_v3", "qwen
 ON_MESHES = [
     (name, mesh, dtype)
     for name in MODELS
-    for mesh in ("tp=1", "tp=2", "tp=3", "tp=4", "dp=2,tp=2", "cp=2")
+    for mesh in ("tp=1", "tp=2", "tp=3", "tp=4", "dp=2,tp=2", "cp=2", "pp=2")
     for dtype in ("float32", "bfloat16")
 ]
 

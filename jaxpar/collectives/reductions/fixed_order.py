@@ -38,8 +38,6 @@ def traffic(step: Step) -> list[Traffic]:
 def check(step: Step) -> str | None:
     """What would let other requests decide the order in which a request's numbers are added."""
     plan = step.plan
-    if plan.pipeline:
-        return f"pp={plan.mesh.pp}: a fixed order over stages is not there yet; use tp, or all_reduce='psum'"
     if step.differentiated:
         return "all_reduce='fixed_order' is for inference: train with all_reduce='psum'"
     for field, able in _INVARIANT.items():
