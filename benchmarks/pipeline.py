@@ -46,9 +46,9 @@ from jaxpar.program import Programs, Weights
 from jaxpar.tables import human_bytes
 
 ONE = "tp=1"
-MODEL = llama(layers=8, hidden=512, ffn=1536, queries=8, keys=2, vocabulary=2048)
-WITH_A_LARGE_HEAD = replace(MODEL, num_hidden_layers=16, windows=(None,) * 16, vocab_size=32768)
-"""Its head is as much as 5.6 of its layers."""
+MODEL = llama(layers=4, hidden=512, ffn=1536, queries=8, keys=2, vocabulary=2048)
+WITH_A_LARGE_HEAD = replace(MODEL, num_hidden_layers=12, windows=(None,) * 12, vocab_size=20480)
+"""Its head is as much as 3.5 of its layers."""
 CHUNK, LENGTHS, PREFILL = 128, (512, 2048), (ONE, "pp=2", "pp=4", "tp=2", "tp=4")
 REQUESTS, PROMPT, STEPS = 8, 16, 8
 DECODE = ((ONE, 1), ("pp=2", 1), ("pp=2", 2), ("pp=4", 1), ("pp=4", 2), ("pp=4", 4))
@@ -297,7 +297,7 @@ def report(prefill: list[Row], decode: list[Row], stages: list[Row], rounds: int
         ],
     )
     show(
-        f"A decode tick of 4 stages, {REQUESTS // 4} requests each, with a head of 5.6 layers, on one core",
+        f"A decode tick of 4 stages, {REQUESTS // 4} requests each, with a head of 3.5 layers, on one core",
         ["layers", "slots", "ms of all stages", "stages alone, ms", "slowest alone, ms", "its work, layers"],
         [
             (

@@ -35,8 +35,8 @@ from jaxpar.plan import Plan, SublayerName
 class Slot(nnx.Module):
     """One layer of every pipeline stage: its weights have a leading stage dimension, 1 in the local view.
 
-    Where a stage has no layer its weights are zeros, and rows pass unchanged. A slot that has a dense FFN on some
-    stages and experts on others runs both on all, of which one adds zeros.
+    Where a stage has no layer its weights are zeros, and rows pass unchanged: it runs the collectives, and skips what
+    sends nothing. So it does with one half of a slot that has a dense FFN on some stages and experts on others.
     """
 
     def __init__(self, config: ModelConfig, plan: Plan, layers: Layers) -> None:
