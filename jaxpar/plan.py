@@ -139,10 +139,10 @@ class Plan:
                 f"rebalance_every={self.rebalance_every} moves experts between slots, and expert_slots=0 leaves them "
                 "in order: give expert_slots, or leave this"
             )
-        if self.two_batch_overlap and self.groups > 1:
+        if self.two_batch_overlap and (self.mesh.pp > 1 or self.groups > 1):
             raise PlanError(
-                f"two_batch_overlap with {self.groups} groups of requests (pp={self.mesh.pp}, "
-                f"microbatches={self.microbatches}): groups fill the pipeline; leave two_batch_overlap out"
+                f"two_batch_overlap on pp={self.mesh.pp} with microbatches={self.microbatches}: groups of requests are "
+                "what overlaps there; leave two_batch_overlap out"
             )
         if self.expert_slots and self.mesh.pp > 1:
             raise PlanError(

@@ -237,7 +237,7 @@ def test_a_stage_skips_the_half_of_a_slot_of_both_kinds_that_it_has_not() -> Non
 @pytest.mark.parametrize(
     ("plan", "message"),
     [
-        ({"two_batch_overlap": True}, "two_batch_overlap with 2 groups of requests"),
+        ({"two_batch_overlap": True, "microbatches": 1}, "two_batch_overlap on pp=2 with microbatches=1"),
         ({"expert_slots": 8}, "expert_slots=8 on pp=2"),
     ],
 )
