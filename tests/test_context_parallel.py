@@ -27,8 +27,8 @@ from jaxpar.runner import Runner
 
 pytestmark = pytest.mark.usefixtures("unwritten_pages_are_nan")
 ALL = [*ORACLES, *GGUF_ORACLES]
-PREFILL = [s.name for s in STRATEGIES if s.sublayer == "prefill_attention" and s.name != "local"]
-DECODE = [s.name for s in STRATEGIES if s.sublayer == "decode_attention" and s.name != "local"]
+PREFILL = [s.name for s in STRATEGIES if s.sublayer == "prefill_attention" and "cp" in s.axes]
+DECODE = [s.name for s in STRATEGIES if s.sublayer == "decode_attention" and "cp" in s.axes]
 # The last has fewer KV heads than tp in most oracles; prompts of one token are shorter than any cp.
 MESHES = ["cp=2", "cp=3", "cp=4", "cp=8", "dp=2,cp=2,tp=2", "cp=4,tp=2", "cp=2,tp=4"]
 PAGES = {"page_size": 5}
