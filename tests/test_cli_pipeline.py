@@ -86,6 +86,11 @@ def test_decode_of_a_model_says_uneven_stages_and_the_bytes_of_a_boundary() -> N
     assert max(document["stage_work"]) < 1.1 and document["stage_work"][3] < 0.75
 
 
+def test_one_boundary_is_named_as_one_and_a_single_stage_has_none() -> None:
+    assert "\nThe boundary sends 384 bytes" in output("tiny", "--pp", 2, "--phase", "decode")
+    assert "sends" not in output("tiny", "--pp", 1, "--phase", "decode")
+
+
 def test_chunks_that_save_nothing_are_not_advised() -> None:
     out = output("llama-3-70b", "--pp", 4)
     assert out.endswith("--chunk-parity 52224 runs levelled chunks, which save nothing here\n")

@@ -177,11 +177,12 @@ class _OfModel:
 
         OUT.print()
         OUT.print(stages_table(self.layers, self.work))
-        hops = len(self.layers) - 1
-        OUT.print(
-            f"\nEach of {counted(hops, 'boundary').replace('boundarys', 'boundaries')} sends {self.boundary:,} bytes "
-            f"({human_bytes(self.boundary)}) an item: {self.rows_are} x {self.hidden} in {self.dtype}"
-        )
+        if hops := len(self.layers) - 1:
+            which = f"Each of {hops} boundaries" if hops > 1 else "The boundary"
+            OUT.print(
+                f"\n{which} sends {self.boundary:,} bytes ({human_bytes(self.boundary)}) an item: {self.rows_are} x "
+                f"{self.hidden} in {self.dtype}"
+            )
         if not self.ways:
             return
         OUT.print("\nChunks, costs in units of the mean equal one\n")
