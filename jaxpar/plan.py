@@ -15,6 +15,7 @@ from jaxpar.errors import PlanError
 from jaxpar.layout import LAYOUTS
 from jaxpar.links import Links
 from jaxpar.mesh import MeshSpec, parse_experts_over
+from jaxpar.tables import counted
 from jaxpar.values import real_number, shown, whole_number
 
 Phase = Literal["prefill", "decode"]
@@ -322,7 +323,10 @@ def _parse_stages(given: object, pp: int) -> str:
         )
     text = ",".join(map(str, layers))
     if len(layers) != pp:
-        raise PlanError(f"stages={text} has {len(layers)} numbers for pp={pp}: give the layers of each of {pp} stages")
+        raise PlanError(
+            f"stages={text} has {counted(len(layers), 'number')} for pp={pp}: give the layers of each of "
+            f"{counted(pp, 'stage')}, or pp={len(layers)}"
+        )
     for stage, count in enumerate(layers):
         if count is None or count < 1:
             raise PlanError(f"stages={text}: stage {stage} has {count} layers; give each at least 1")

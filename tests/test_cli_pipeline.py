@@ -61,7 +61,7 @@ def test_a_model_has_stages_chunks_and_what_unequal_ones_save() -> None:
     assert (
         "Each of 7 boundaries sends 67,108,864 bytes (64 MiB) an item: 8192 tokens of a chunk x 4096 in bfloat16" in out
     )
-    assert "--chunk-parity 26624 runs levelled chunks" in out
+    assert "--chunk-parity 26624 runs levelled chunks\n" in out
     document = json.loads(output(*arguments, "--json"))
     assert (document["chunk_parity"], document["layers"], document["boundaries"]) == (26624, [4] * 8, 7)
     assert document["timetable"] == json.loads(
@@ -84,6 +84,16 @@ def test_decode_of_a_model_says_uneven_stages_and_the_bytes_of_a_boundary() -> N
     document = json.loads(output("deepseek-v3", *arguments, "--json"))
     assert (document["layers"], document["boundary_bytes"]) == ([17, 17, 17, 10], 688_128)
     assert max(document["stage_work"]) < 1.1 and document["stage_work"][3] < 0.75
+
+
+def test_one_boundary_is_named_as_one_and_a_single_stage_has_none() -> None:
+    assert "\nThe boundary sends 384 bytes" in output("tiny", "--pp", 2, "--phase", "decode")
+    assert "sends" not in output("tiny", "--pp", 1, "--phase", "decode")
+
+
+def test_chunks_that_save_nothing_are_not_advised() -> None:
+    out = output("llama-3-70b", "--pp", 4)
+    assert out.endswith("--chunk-parity 52224 runs levelled chunks, which save nothing here\n")
 
 
 def test_layers_of_one_window_need_no_unequal_chunks() -> None:

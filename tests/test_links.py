@@ -92,7 +92,17 @@ def test_links_are_a_value_of_the_plan() -> None:
         ("tp=8", 0, "needs a sum over more than one node, and with no devices_per_node those of mesh tp=8 stay on one"),
         ("dp=2,tp=4", 4, "with devices_per_node=4 those of mesh dp=2,tp=4 stay on one"),
         ("tp=8", 3, "nodes of 3 devices split the ranks of tp=8 unevenly"),
-        ("cp=2,tp=4", 2, "nodes of 2 devices split the ranks of cp=2, tp=4 unevenly"),
+        (
+            "cp=2,tp=4",
+            2,
+            "nodes of 2 devices end inside tp=4, and a sum over cp=2, tp=4 needs nodes that hold whole axes",
+        ),
+        (
+            "cp=4,tp=4",
+            8,
+            "nodes of 8 devices end inside cp=4, and a sum over cp=4, tp=4 needs nodes that hold whole axes",
+        ),
+        ("cp=4,tp=4", 8, "whole axes: use tp=8, or devices_per_node=4"),
     ],
 )
 def test_two_levels_need_sums_that_cross_nodes_evenly(mesh: str, nodes: int, said: str) -> None:

@@ -93,7 +93,7 @@ def test_layers_of_each_stage_may_be_given(given: Any) -> None:
 @pytest.mark.parametrize(
     ("stages", "said"),
     [
-        ("17,17,27", "stages=17,17,27 has 3 numbers for pp=4: give the layers of each of 4 stages"),
+        ("17,17,27", "stages=17,17,27 has 3 numbers for pp=4: give the layers of each of 4 stages, or pp=3"),
         ("17,17,17,9", "stages=17,17,17,9 are 60 layers and the model has 61: give 4 numbers that add up to 61"),
         ([61, 0, 0, 0], "stages=61,0,0,0: stage 1 has 0 layers; give each at least 1"),
         ("-1,2,30,30", "stages='-1,2,30,30': give"),

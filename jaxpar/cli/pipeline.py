@@ -173,15 +173,16 @@ class _OfModel:
         return document | {"context": self.length, "chunk_parity": self.parity} | {"ways": chunks_json(self.ways)}
 
     def show(self) -> None:
-        from jaxpar.pipeline.render import chunks_table, schedules_table, stages_table
+        from jaxpar.pipeline.render import chunks_table, saving, schedules_table, stages_table
 
         OUT.print()
         OUT.print(stages_table(self.layers, self.work))
-        hops = len(self.layers) - 1
-        OUT.print(
-            f"\nEach of {counted(hops, 'boundary').replace('boundarys', 'boundaries')} sends {self.boundary:,} bytes "
-            f"({human_bytes(self.boundary)}) an item: {self.rows_are} x {self.hidden} in {self.dtype}"
-        )
+        if hops := len(self.layers) - 1:
+            which = f"Each of {hops} boundaries" if hops > 1 else "The boundary"
+            OUT.print(
+                f"\n{which} sends {self.boundary:,} bytes ({human_bytes(self.boundary)}) an item: {self.rows_are} x "
+                f"{self.hidden} in {self.dtype}"
+            )
         if not self.ways:
             return
         OUT.print("\nChunks, costs in units of the mean equal one\n")
@@ -189,9 +190,11 @@ class _OfModel:
         OUT.print("\nTime in units of the mean equal chunk on a mean stage\n")
         OUT.print(schedules_table(self.ways))
         if self.parity:
+            saves = saving(self.ways["equal"], self.ways["levelled"], "one program") > 0
+            but = "" if saves else ", which save nothing here"
             OUT.print(
                 f"\nA token's attention costs as much as the rest of its work at {counted(self.parity, 'token')} of "
-                f"context: --chunk-parity {self.parity} runs levelled chunks"
+                f"context: --chunk-parity {self.parity} runs levelled chunks{but}"
             )
         else:
             OUT.print("\nNo layer attends to all of the context: equal chunks cost the same")

@@ -85,11 +85,18 @@ def check(step: Step) -> str | None:
     summed = [plan.sublayer(name, phase).sum for phase in PHASES for name in ("attention", "ffn", "moe")]
     for axes in summed:
         where = levels(plan, axes)
-        if where.both and (len(axes) > 1 or plan.mesh.sizes[axes[0]] % plan.devices_per_node):
-            sizes = ", ".join(f"{axis}={plan.mesh.sizes[axis]}" for axis in axes)
+        node, sizes = plan.devices_per_node, ", ".join(f"{axis}={plan.mesh.sizes[axis]}" for axis in axes)
+        if where.both and len(axes) > 1:
+            cut, inner = where.both[0], axes[-1]
             return (
-                f"all_reduce='two_level': nodes of {plan.devices_per_node} devices split the ranks of {sizes} unevenly"
-                f": choose sizes whose products, from tp outwards, divide {plan.devices_per_node} or are its multiples"
+                f"all_reduce='two_level': nodes of {node} devices end inside {cut}={plan.mesh.sizes[cut]}, and a sum "
+                f"over {sizes} needs nodes that hold whole axes: use {inner}={node}, or "
+                f"devices_per_node={plan.mesh.sizes[inner]}"
+            )
+        if where.both and plan.mesh.sizes[axes[0]] % node:
+            return (
+                f"all_reduce='two_level': nodes of {node} devices split the ranks of {sizes} unevenly"
+                f": choose sizes whose products, from tp outwards, divide {node} or are its multiples"
             )
     if any(summed) and not any(where.across or where.both for where in (levels(plan, axes) for axes in summed)):
         nodes = f"devices_per_node={plan.devices_per_node}" if plan.devices_per_node else "no devices_per_node"
