@@ -51,11 +51,11 @@ CHOICE: list[tuple[str, str, dict[str, Any]]] = [
     ("gpt_oss", "pp=2,ep=2,tp=2", {"moe_dispatch": "all_to_all", "stages": "1,2"}),
     ("deepseek_v3", "pp=2,dp=2,tp=2", {}),
     ("llama_9_3", "pp=2,cp=2,tp=2", {"chunk": 8, "sequence_parallel": True}),
-    ("qwen3_moe_dense", "pp=4,ep=2", {"moe_dispatch": "standard"}),
+    ("qwen2_sliding", "pp=4,dp=2", {"chunk": 8, "stages": "balanced"}),
 ]
 MORE: list[tuple[str, str, dict[str, Any]]] = [
     ("qwen3", "pp=2", {"microbatches": 3}),
-    ("qwen2_sliding", "pp=4,dp=2", {"chunk": 8, "stages": "balanced"}),
+    ("qwen3_moe_dense", "pp=4,ep=2", {"chunk": 5, "moe_dispatch": "standard"}),
     ("deepseek_v3", "pp=3,cp=2", {"experts_over": "cp", "decode_attention": "helix", "chunk": 7}),
     ("qwen3_moe", "pp=2,ep=2,tp=2", {"experts_over": "ep,tp", "sequence_parallel": True}),
     ("llama_9_3", "pp=2,tp=4", {"sequence_parallel": True, "collective_matmul": True}),
