@@ -47,8 +47,17 @@ ORACLES = [
     ("qwen3", "tp=8"),
     ("gpt_oss", "ep=2,tp=4"),
 ]
-MORE = [("llama_9_3", "tp=6"), ("llama_mqa", "tp=6"), ("llama_mqa", "dp=2,tp=2"), ("qwen3", "dp=2,tp=4"),
-        ("qwen2_sliding", "tp=6"), ("mistral", "tp=4"), ("gpt_oss", "tp=6"), ("qwen3_moe", "tp=6"), ("llama_gguf", "tp=6")]  # fmt: skip
+MORE = [
+    ("llama_9_3", "tp=6"),
+    ("llama_mqa", "tp=6"),
+    ("llama_mqa", "dp=2,tp=2"),
+    ("qwen3", "dp=2,tp=4"),
+    ("qwen2_sliding", "tp=6"),
+    ("mistral", "tp=4"),
+    ("gpt_oss", "tp=6"),
+    ("qwen3_moe", "tp=6"),
+    ("llama_gguf", "tp=6"),
+]
 
 
 def dimensions(heads: HeadLayout, rank: int, size: int, paired: bool) -> list[int]:
