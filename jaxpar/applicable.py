@@ -19,7 +19,6 @@ from jaxpar.checkpoint.config import ModelConfig
 from jaxpar.devices import abstract_mesh
 from jaxpar.errors import PlanError
 from jaxpar.mesh import MeshSpec
-from jaxpar.pipeline.stages import layers_of_stages
 from jaxpar.plan import Plan
 from jaxpar.program import Programs
 from jaxpar.runner import make_plan
@@ -134,7 +133,6 @@ def _first(
         for mesh in meshes:
             try:
                 plan = make_plan(mesh, fields)
-                layers_of_stages(config, plan)
                 steps = registry.running(config, plan).values()
                 if strategy is None or any(strategy is step.get(strategy.sublayer) for step in steps):
                     return Way(*name, plan)

@@ -10,7 +10,6 @@ dp, ep  tp=8, dp=2        head 0, half the requests       weights twice, experts
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -21,10 +20,10 @@ from jaxpar.checkpoint.config import ModelConfig
 from jaxpar.devices import abstract_mesh
 from jaxpar.errors import PlanError
 from jaxpar.ledger.memory import Memory, memory_of
-from jaxpar.ledger.predict import predict_flops, predict_traffic
+from jaxpar.ledger.predict import predict_steps
 from jaxpar.ledger.report import make_steps
-from jaxpar.ledger.rounds import all_flops, all_rounds, count_rounds, loads_of
-from jaxpar.ledger.traffic import Traffic, merge, times
+from jaxpar.ledger.rounds import loads_of
+from jaxpar.ledger.traffic import Traffic
 from jaxpar.plan import Phase, Plan
 from jaxpar.program import Programs
 
@@ -105,9 +104,10 @@ def compare_answers(
     answers = []
     for name, candidate in candidates(config, plan):
         try:
-            steps = Counter(make_steps(config, candidate, phase, batch, seq, sampled))
+            steps = make_steps(config, candidate, phase, batch, seq, sampled)
             programs = Programs(config, candidate, abstract_mesh(candidate.mesh))
-            cost = Cost(memory_of(programs, phase, batch, seq), *_counted(steps, layers))
+            traffic, flops = predict_steps(steps, layers)
+            cost = Cost(memory_of(programs, phase, batch, seq), traffic, sum(flops.values()))
         except PlanError as error:
             answers.append(Answer(name, candidate, None, str(error)))
         else:
@@ -128,13 +128,3 @@ def candidates(config: ModelConfig, plan: Plan) -> Iterator[tuple[str, Plan]]:
     for name, axis in (("rest to cp", "cp"), (f"rest to {requests}", requests)):
         smaller = replace(mesh, **{"tp": whole, axis: mesh.sizes[axis] * rest})
         yield name, replace(plan, mesh=smaller, kv_split="replicate")
-
-
-def _counted(steps: Counter[Any], layers: Any) -> tuple[list[Traffic], int]:
-    """What so many of each of `steps` send, and their FLOPs, every iteration in them."""
-    traffic, flops = [], 0
-    for step, count in steps.items():
-        rounds = count_rounds(step, layers)
-        traffic += [times(all_rounds(row, rounds), count) for row in predict_traffic(step)]
-        flops += count * sum(all_flops(predict_flops(step), rounds).values())
-    return merge(traffic), flops

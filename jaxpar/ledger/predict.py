@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import jax
+import numpy as np
 from jax.sharding import PartitionSpec as P
 
 from jaxpar.attention import head_dim
@@ -17,7 +18,8 @@ from jaxpar.checkpoint.config import ModelConfig, MoEConfig
 from jaxpar.fixed import whole_tiles
 from jaxpar.heads import HeadLayout
 from jaxpar.ledger.flops import per_iteration
-from jaxpar.ledger.traffic import Traffic, merge
+from jaxpar.ledger.rounds import all_flops, all_rounds, count_rounds
+from jaxpar.ledger.traffic import Traffic, merge, times
 from jaxpar.moe.aligned import aligned_rows
 from jaxpar.nn.linear import product_rows
 from jaxpar.registry import chosen
@@ -40,6 +42,21 @@ def predict_flops(step: Step) -> dict[str, int]:
     for batch in step.batches:
         total.update(_flops(batch))
     return dict(total)
+
+
+def predict_steps(steps: Iterable[Step], loads: np.ndarray | None) -> tuple[list[Traffic], dict[str, int]]:
+    """What steps send and compute together, with every iteration that `loads` (of `loads_of`) need; nothing is traced.
+
+    Raises:
+        PlanError: a strategy that refuses the shapes of a step.
+    """
+    traffic: list[Traffic] = []
+    flops: Counter[str] = Counter()
+    for step, count in Counter(steps).items():
+        rounds = count_rounds(step, loads)
+        traffic += [times(all_rounds(row, rounds), count) for row in predict_traffic(step)]
+        flops.update({name: count * each for name, each in all_flops(predict_flops(step), rounds).items()})
+    return merge(traffic), dict(flops)
 
 
 def _flops(step: Step) -> dict[str, int]:
