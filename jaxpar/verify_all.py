@@ -2,7 +2,8 @@
 
     plan 1 -> load, compare every logit and token, run again against the clock, free -> plan 2 -> ...
 
-What a plan sends is its closed form, for as many requests as there are prompts, all as long as the longest one.
+What a plan sends is its closed form, for as many requests as there are prompts, all as long as the longest one. What it
+takes is measured as `generate` runs it: groups of requests follow one another through the stages.
 """
 
 from __future__ import annotations
@@ -17,14 +18,13 @@ from typing import Literal
 from jaxpar.applicable import Way
 from jaxpar.checkpoint import Checkpoint
 from jaxpar.engine.requests import SamplingParams
-from jaxpar.engine.session import Session
-from jaxpar.engine.sizes import groups_of
+from jaxpar.engine.session import Decoded, Session
+from jaxpar.engine.sizes import groups_in, groups_of
 from jaxpar.errors import PlanError
-from jaxpar.ledger.predict import predict_traffic
+from jaxpar.ledger.predict import predict_steps
 from jaxpar.ledger.report import make_steps
-from jaxpar.ledger.rounds import all_rounds, count_rounds, loads_of
+from jaxpar.ledger.rounds import loads_of
 from jaxpar.ledger.traffic import Traffic
-from jaxpar.ledger.traffic import times as repeated
 from jaxpar.plan import Phase
 from jaxpar.runner import Runner, load
 from jaxpar.verify import Verification, verify
@@ -36,8 +36,8 @@ Result = Literal["passed", "failed", "not applicable", "not run"]
 class Measured:
     """What was found of a plan: of a rank the bytes and calls, of all ranks the time.
 
-    `decode_seconds` are those of a step, None where nothing was decoded; `dropped` are rows that `moe_capacity` had no
-    room for.
+    `decode_seconds` are those of a step in which each request gets a token, None where nothing was decoded; `dropped`
+    are rows that `moe_capacity` had no room for.
     """
 
     verification: Verification
@@ -120,13 +120,17 @@ def _prove(
     options = {field.name: getattr(plan, field.name) for field in fields(plan) if field.name != "mesh"}
     try:
         runner = load(checkpoint, plan.mesh, platform, **options | {"dtype": single.plan.dtype})
-        verification = verify(runner, single, prompts, new_tokens, tolerance, say)
-        say("once more, against the clock")
-        seconds = _timed(runner, prompts, new_tokens)
     except PlanError as error:
         return Outcome(way, "not applicable", reason=str(error))
     except Exception as error:  # the others shall be proved all the same
-        return Outcome(way, "failed", reason=f"{type(error).__name__}: {str(error).partition(chr(10))[0]}")
+        return _stumbled(way, error)
+    # From here on PlanError says that the program is wrong: tracing refuses what would sum copies.
+    try:
+        verification = verify(runner, single, prompts, new_tokens, tolerance, say)
+        say("once more, against the clock")
+        seconds = time_run(runner, prompts, new_tokens)
+    except Exception as error:
+        return _stumbled(way, error)
     longest = max(map(len, prompts))
     prefill = _sent(runner, "prefill", len(prompts), longest)
     decode = _sent(runner, "decode", len(prompts), longest + (new_tokens > 1))
@@ -142,33 +146,42 @@ def _prove(
     return Outcome(way, "passed" if verification.passed else "failed", measured)
 
 
+def _stumbled(way: Way, error: Exception) -> Outcome:
+    return Outcome(way, "failed", reason=f"{type(error).__name__}: {str(error).partition(chr(10))[0]}")
+
+
 def _sent(runner: Runner, phase: Phase, requests: int, tokens: int) -> list[Traffic]:
     """What each rank sends in a decode step or in a whole prefill, by closed form."""
-    loads = loads_of(runner.config, None)
-    steps = Counter(make_steps(runner.config, runner.plan, phase, requests, tokens))
-    return [
-        repeated(all_rounds(row, count_rounds(step, loads)), count)
-        for step, count in steps.items()
-        for row in predict_traffic(step)
-    ]
+    steps = make_steps(runner.config, runner.plan, phase, requests, tokens)
+    return predict_steps(steps, loads_of(runner.config, None))[0]
 
 
-def _timed(runner: Runner, prompts: Sequence[Sequence[int]], new_tokens: int) -> tuple[float, float | None]:
-    """Seconds that prefilling all prompts takes, and those of a decode step, every program compiled before."""
+def time_run(runner: Runner, prompts: Sequence[Sequence[int]], new_tokens: int) -> tuple[float, float | None]:
+    """Seconds that prefilling all prompts takes, and those of a decode step, every program compiled before.
+
+    A decode step is a rotation of all groups through the stages, so many ticks of the mean length: those in which the
+    pipeline fills and drains are not of it. None where `new_tokens` is 1.
+    """
     params = SamplingParams(max_new_tokens=new_tokens, ignore_eos=True)
-    prefill = decode = 0.0
-    steps = 0
+    prefill = decode = steps = 0.0
     for group in groups_of(len(prompts), runner.plan):
         mine = [prompts[i] for i in group]
         capacity = [len(prompt) + new_tokens - 1 for prompt in mine]
-        session, latest = Session(runner.programs, runner.weights, mine, capacity, params), dict[int, int]()
+        session = Session(runner.programs, runner.weights, mine, capacity, params)
+        latest, made = dict[int, int](), Counter[int]()
+
+        def keep(decoded: Decoded, latest: dict[int, int] = latest, made: Counter[int] = made) -> None:
+            tokens = decoded.tokens
+            made.update(tokens.keys())
+            latest |= {i: token for i, token in tokens.items() if made[i] < new_tokens}
+
         begin = time.perf_counter()
         for chunk in session.prefill():
-            latest |= chunk.decoded.tokens
-        prefilled = time.perf_counter()
-        for _ in range(new_tokens - 1):
-            for step in session.decode(dict(latest)):
-                latest |= step.tokens
-            steps += 1
+            keep(chunk.decoded)
+        prefilled, filled = time.perf_counter(), session.pipe.ticks
+        while latest or not session.pipe.is_empty:
+            for step in session.turn(latest):
+                keep(step)
         prefill, decode = prefill + prefilled - begin, decode + time.perf_counter() - prefilled
+        steps += (session.pipe.ticks - filled) / max(groups_in(len(mine), runner.plan), runner.plan.mesh.pp)
     return prefill, decode / steps if steps else None

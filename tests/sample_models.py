@@ -125,6 +125,7 @@ def rank_tokens(
     session = open_session(runner, prompts, count - 1, params)
     ranks = {device: rank for rank, device in enumerate(runner.programs.mesh.devices.flat)}
     chosen: list[dict[int, list[int]]] = [{} for _ in prompts]
+    latest: dict[int, int] = {}
 
     def keep(decoded: Decoded) -> None:
         tokens, rows = decoded.output.token, decoded.rows
@@ -133,13 +134,15 @@ def rank_tokens(
             for request, row in rows.items():
                 if row in lanes:
                     token = int(np.asarray(shard.data)[lanes.index(row)])
-                    chosen[request].setdefault(ranks[shard.device], []).append(token)
+                    on_rank = chosen[request].setdefault(ranks[shard.device], [])
+                    on_rank.append(token)
+                    if len(on_rank) < count:
+                        latest[request] = token
 
     for chunk in session.prefill():
         keep(chunk.decoded)
-    for _ in range(count - 1):
-        latest = {request: next(iter(on_rank.values()))[-1] for request, on_rank in enumerate(chosen)}
-        for step in session.decode(latest):
+    while latest or not session.pipe.is_empty:
+        for step in session.turn(latest):
             keep(step)
     return chosen
 

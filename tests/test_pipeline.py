@@ -6,6 +6,7 @@ import itertools
 from collections import Counter
 from collections.abc import Callable
 from fractions import Fraction
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -15,6 +16,7 @@ from oracle_data import EXPERT_ORACLES, ORACLES, ROOT, load_oracle
 from sample_models import open_session, oracle_runner
 
 import jaxpar
+from jaxpar import verify_all
 from jaxpar.collectives import varying_axes
 from jaxpar.devices import abstract_mesh
 from jaxpar.engine.session import Decoded
@@ -25,8 +27,9 @@ from jaxpar.ledger.walk import equations, inner_jaxprs, scopes_of
 from jaxpar.mesh import MeshSpec
 from jaxpar.pipeline.timetable import decode_timetable, prefill_timetable
 from jaxpar.plan import PHASES, Phase, Plan
-from jaxpar.program import Programs
+from jaxpar.program import Programs, StepOutput
 from jaxpar.strategies import Step
+from jaxpar.verify import verify
 
 pytestmark = pytest.mark.usefixtures("unwritten_pages_are_nan")
 Record = Callable[[str, object], None]
@@ -164,6 +167,28 @@ def test_groups_in_rotation_leave_as_much_idle_as_the_timetable_says(microbatche
     table = decode_timetable(requests, rounds, 2)
     assert tokens == rounds * requests
     assert (session.pipe.ticks - ticks, session.pipe.idle - idle) == (table.ticks, table.idle_slots)
+
+
+@pytest.mark.parametrize(("microbatches", "requests"), [(2, 1), (3, 3)])
+def test_verify_times_a_rotation_as_a_decode_step(
+    monkeypatch: pytest.MonkeyPatch, microbatches: int, requests: int
+) -> None:
+    runner, ticks = oracle_runner("llama_9_3", "pp=2", microbatches=microbatches), list[StepOutput]()
+    monkeypatch.setattr(verify_all, "time", SimpleNamespace(perf_counter=lambda: len(ticks)))
+    runner.programs.watchers.append(ticks.append)
+    prefill, decode = verify_all.time_run(runner, [[1, 2]] * requests, new_tokens=5)
+    runner.programs.watchers.remove(ticks.append)
+    assert decode == max(requests, 2)
+    assert len(ticks) - prefill == decode_timetable(requests, 4, 2).ticks
+
+
+def test_verify_makes_tokens_in_rotation_as_generate_does() -> None:
+    runner, ticks = oracle_runner("llama_9_3", "pp=2", microbatches=2), list[StepOutput]()
+    runner.programs.watchers.append(ticks.append)
+    assert verify(runner, oracle_runner("llama_9_3", "tp=1"), [[1, 2], [3, 4]], new_tokens=5).passed
+    runner.programs.watchers.remove(ticks.append)
+    of_tokens = [output for output in ticks if output.logits is None]
+    assert len(of_tokens) == prefill_timetable(2, 2).ticks + decode_timetable(2, 4, 2).ticks
 
 
 # What hops
