@@ -75,3 +75,16 @@ def test_a_nan_passes_nothing_and_is_null_in_json(monkeypatch: pytest.MonkeyPatc
     done = run("verify", ROOT / "llama_9_3", "--mesh", "tp=1", "--json")
     assert done.status == 1
     assert json.loads(done.out)["results"][0]["max_difference"] is None
+
+
+def test_tokens_of_a_lossy_plan_are_no_proof_and_none_of_them_is_called_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    results = [RankResult(0, rank, max_difference=0.1, compared=9, ties=rank) for rank in range(2)]
+    monkeypatch.setattr("jaxpar.verify.verify", lambda *_, **__: Verification(0.5, [[1]], 1.0, results, lossy=0.04))
+    done = run("verify", ROOT / "llama_9_3", "--mesh", "tp=1")
+    assert done.status == 0
+    lines = done.out.splitlines()
+    assert [line.split()[-2:] for line in lines[1:3]] == [["-", "0"], ["-", "1"]]
+    assert (
+        "(tolerance 0.5, lossy: 4% of the largest logit), tokens, which prove nothing then, differ in 1 of 2 texts"
+        in (lines[-1])
+    )

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import pytest
 from command_line import Result, run
 from oracle_data import ROOT
@@ -17,6 +19,7 @@ from sample_models import write_model
 from jaxpar import applicable, registry
 from jaxpar.applicable import WHOLE, Way, every_way
 from jaxpar.checkpoint import ModelConfig, open_checkpoint
+from jaxpar.collectives.types import require_varying
 from jaxpar.errors import PlanError
 from jaxpar.plan import Plan
 from jaxpar.registry import find, running
@@ -177,11 +180,16 @@ def stumbles(*_: Any, **__: Any) -> Any:
     raise ZeroDivisionError("one\ntwo")
 
 
+def sums_copies(*_: Any, **__: Any) -> Any:
+    require_varying("sum", jnp.zeros(()), ("cp",))
+
+
 @pytest.fixture(scope="module")
 def failed(patch: pytest.MonkeyPatch, model: Path) -> Result:
     ring = {"run": off(find("prefill_attention", "ring").run)}
-    names = ["tp", "pp", "prefill_attention=ring", "decode_attention=ag_rs", "all_reduce=psum"]
-    return proved(patch, model, names, "--json", ring=ring, ag_rs={"run": stumbles})
+    names = ["tp", "pp", *(f"prefill_attention={name}" for name in ("ring", "all_gather", "ring_q")),
+             "all_reduce=psum"]  # fmt: skip
+    return proved(patch, model, names, "--json", ring=ring, all_gather={"run": sums_copies}, ring_q={"run": stumbles})
 
 
 @pytest.fixture(scope="module")
@@ -194,18 +202,27 @@ def test_a_way_that_differs_or_stumbles_is_exit_status_1_and_the_others_are_prov
 ) -> None:
     assert (failed.status, failed.err) == (1, "")
     document = json.loads(failed.out)
-    assert document["counts"] == {"passed": 2, "failed": 2, "not applicable": 1, "not run": 0}
+    assert document["counts"] == {"passed": 2, "failed": 3, "not applicable": 1, "not run": 0}
     assert (document["passed"], document["devices"], document["dtype"]) == (False, 2, "float32")
     assert {name: row["result"] for name, row in rows.items()} == {
         "tp": "passed",
         "pp": "not applicable",
         "ring": "failed",
-        "ag_rs": "failed",
+        "all_gather": "failed",
+        "ring_q": "failed",
         "psum": "passed",
     }
     assert rows["ring"]["max_difference"] > rows["ring"]["tolerance"] == 1e-4
-    assert rows["ag_rs"]["reason"] == "ZeroDivisionError: one"
+    assert rows["ring_q"]["reason"] == "ZeroDivisionError: one"
     assert rows["pp"]["reason"].startswith("pp=2 for 1 layer")
+
+
+def test_a_program_that_would_sum_copies_has_failed_and_is_not_taken_for_one_that_the_model_cannot_run(
+    rows: dict[str, dict[str, Any]],
+) -> None:
+    assert rows["all_gather"]["reason"].startswith(
+        "PlanError: sum over cp of an array that is the same on every rank of cp"
+    )
 
 
 def test_a_way_says_how_near_it_came_what_it_sends_and_how_long_it_takes(rows: dict[str, dict[str, Any]]) -> None:
@@ -230,10 +247,13 @@ def test_a_lossy_strategy_has_a_tolerance_of_its_own_and_the_table_says_so(
     lines = done.out.splitlines()
     assert (done.status, done.err) == (0, "")
     assert lines[0].split("  ")[0] == "sublayer" and "max |difference|" in lines[0]
-    assert lines[1].split()[:4] == ["prefill_attention", "ring", "cp=2", "passed"]
+    assert lines[1].split()[:4] == ["prefill_attention", "ring", "cp=2", "passed,"]
+    assert re.search(r" passed, lossy +\d\.\d\de.\d\d of \d\.\d\de.\d\d +- +\d ", lines[1])
     assert lines[2].split()[:5] == ["model", "dp", "x", "tp", "-"]
     assert lines[4].startswith("prefill_attention=ring: tolerance ")
-    assert lines[4].endswith(", lossy: 75% of the largest logit")
+    assert re.search(
+        r", lossy: 75% of the largest logit; tokens, which prove nothing then, differ in \d of 4 texts$", lines[4]
+    )
     assert lines[5] == "dp x tp: not applicable: 2 devices cannot be split over dp and tp: their number is a prime"
     assert lines[7].startswith(
         "PASSED: on 2 devices against one in float32, 2 prompts, 1 token after each: 1 passed, 0 failed, "
@@ -241,13 +261,18 @@ def test_a_lossy_strategy_has_a_tolerance_of_its_own_and_the_table_says_so(
     )
 
 
+def test_where_nothing_runs_nothing_is_proved(patch: pytest.MonkeyPatch, model: Path) -> None:
+    done = proved(patch, model, ["tp"], "--budget", "0", "--json")
+    assert (done.status, json.loads(done.out)["passed"], json.loads(done.out)["counts"]["not run"]) == (1, False, 1)
+
+
 def test_without_time_nothing_runs_and_the_last_line_says_so(model: Path) -> None:
     done = run("verify", model, "--all", "--budget", "0")
-    assert (done.status, done.err) == (0, "")
+    assert (done.status, done.err) == (1, "")
     lines = done.out.splitlines()
     assert [line.split("  ")[0] for line in lines[1:3]] == ["model", "model"]
     assert lines[1].split()[2:5] == ["tp=8", "not", "run"]
-    assert lines[-1].startswith("NOTHING RAN: on 8 devices against one in float32, 8 prompts, 8 tokens after each: ")
+    assert lines[-1].startswith("NOTHING RAN, so nothing is proved: on 8 devices against one in float32, ")
     count = sum("not run (budget)" in line for line in lines)
     assert (
         f"0 passed, 0 failed, {sum('not applicable:' in line for line in lines)} not applicable, {count} not run"

@@ -15,6 +15,7 @@ from jaxpar.cli.options import Json
 from jaxpar.cli.output import OUT, human_bytes, print_json, progress, table
 from jaxpar.cli.prompts import builtin_prompts
 from jaxpar.cli.verify import RESULT_COLUMNS, load_both, verdict, verification_json
+from jaxpar.cli.verify_all import wrong_and_ties
 
 if TYPE_CHECKING:
     from jaxpar.engine.prompts import Prompt
@@ -137,8 +138,7 @@ def _condensed(verification: Verification, prompts: Sequence[Sequence[int]]) -> 
                 ",".join(str(result.rank) for result in results),
                 f"{max(result.max_difference for result in results):.2e}",
                 sum(result.compared for result in results),
-                sum(result.wrong_tokens for result in results),
-                sum(result.ties for result in results),
+                *wrong_and_ties(verification, results),
             )
         )
     return table("", ("prompt", "tokens", "ranks", *RESULT_COLUMNS), rows, left=0)

@@ -25,7 +25,7 @@ from jaxpar.cli.options import (
 from jaxpar.cli.output import OUT, print_json, progress, table
 from jaxpar.cli.plan_options import takes_plan
 from jaxpar.cli.prompts import builtin_prompts, read_prompts
-from jaxpar.cli.verify_all import lossy, verify_all
+from jaxpar.cli.verify_all import lossy, tokens_of_lossy, verify_all, wrong_and_ties
 from jaxpar.errors import RequestError
 from jaxpar.tables import counted
 
@@ -57,7 +57,8 @@ def verify(
     tolerance: Annotated[
         float | None,
         typer.Option(
-            help="On logits; default: 1e-4 in float32, 0.25 in bfloat16, 0.03 in float16; more for large logits."
+            help="On logits; default: 1e-4 in float32, 0.25 in bfloat16, 0.03 in float16; more for large logits and "
+            "for lossy strategies, such as int8, of which tokens prove nothing."
         ),
     ] = None,
     dtype: Dtype = None,
@@ -71,7 +72,7 @@ def verify(
 
     Every logit of prefill and decode and every greedy token is compared. Without prompts, some of awkward lengths are
     made from the vocabulary. With --all every strategy that the model can run is compared, and a table shows equality,
-    bytes and time of each. Exit status 1 if anything differs.
+    bytes and time of each. Exit status 1 if anything differs, or if nothing ran.
     """
     from jaxpar.assets import model_dir
     from jaxpar.checkpoint import open_checkpoint
@@ -135,7 +136,14 @@ def verification_json(verification: Verification) -> dict[str, Any]:
 def render(verification: Verification, runner: Runner, prompts: Sequence[Sequence[int]]) -> Group:
     """A row for every prompt and rank, and the verdict."""
     rows = [
-        (r.prompt, len(prompts[r.prompt]), r.rank, f"{r.max_difference:.2e}", r.compared, r.wrong_tokens, r.ties)
+        (
+            r.prompt,
+            len(prompts[r.prompt]),
+            r.rank,
+            f"{r.max_difference:.2e}",
+            r.compared,
+            *wrong_and_ties(verification, [r]),
+        )
         for r in verification.results
     ]
     return Group(
@@ -147,7 +155,7 @@ def verdict(verification: Verification, runner: Runner) -> str:
     """What the results come to, in a sentence."""
     ranks = len({result.rank for result in verification.results})
     tokens = sum(map(len, verification.tokens))
-    ties = sum(result.ties for result in verification.results)
+    wrong, ties = wrong_and_ties(verification, verification.results)
     mesh = runner.plan.mesh
     idle = mesh.size // mesh.pp - ranks
     remedy = "" if verification.passed else "; verify's --tolerance sets another"
@@ -157,6 +165,6 @@ def verdict(verification: Verification, runner: Runner) -> str:
         + (f" ({idle} idle: fewer prompts than replicas)" if idle else "")
         + f"; logits differ by at most {verification.max_difference:.2e} "
         f"(tolerance {verification.tolerance:g}{lossy(verification)}{remedy}), "
-        f"{sum(result.wrong_tokens for result in verification.results)} wrong tokens, {ties} ties, "
+        f"{tokens_of_lossy(verification) if verification.lossy else f'{wrong} wrong tokens, {ties} ties'}, "
         f"smallest margin {verification.margin:.2e}" + (f"; {lost}" if (lost := dropped_rows(runner)) else "")
     )

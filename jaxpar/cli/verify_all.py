@@ -17,7 +17,7 @@ from jaxpar.tables import counted
 
 if TYPE_CHECKING:
     from jaxpar.checkpoint import Checkpoint
-    from jaxpar.verify import Verification
+    from jaxpar.verify import RankResult, Verification
     from jaxpar.verify_all import Measured, Outcome
 
 _COLUMNS = ("sublayer", "strategy", "mesh", "result", "max |difference|", "wrong tokens", "ties",
@@ -36,7 +36,7 @@ def verify_all(
     budget: float | None,
     json: bool,
 ) -> int:
-    """Prove every way, print what was found, and return the exit status: 1 if anything differs.
+    """Prove every way, print what was found, and return the exit status: 1 if anything differs or nothing ran.
 
     Args:
         model: its name, for the document.
@@ -72,6 +72,7 @@ def verify_all(
         outcomes = [*prove(checkpoint, single, ways, prompts, new_tokens, platform, tolerance, until, status.say)]
     seconds = time.monotonic() - begin
     counts = Counter(outcome.result for outcome in outcomes)
+    passed = counts["passed"] > 0 and not counts["failed"]
     if json:
         print_json(
             {
@@ -80,7 +81,7 @@ def verify_all(
                 "dtype": single.plan.dtype,
                 "prompts": prompts,
                 "counts": {result: counts[result] for result in ("passed", "failed", "not applicable", "not run")},
-                "passed": not counts["failed"],
+                "passed": passed,
                 "seconds": seconds,
                 "rows": [_row_json(outcome) for outcome in outcomes],
             }
@@ -88,13 +89,13 @@ def verify_all(
     else:
         notes = [f"{one.way.name}: {note}" for one in outcomes if (note := _note(one))]
         last = (
-            f"{'FAILED' if counts['failed'] else 'PASSED' if counts['passed'] else 'NOTHING RAN'}: on "
+            f"{'PASSED' if passed else 'FAILED' if counts['failed'] else 'NOTHING RAN, so nothing is proved'}: on "
             f"{counted(devices, 'device')} against one in {single.plan.dtype}, {counted(len(prompts), 'prompt')}, "
             f"{counted(new_tokens, 'token')} after each: {counts['passed']} passed, {counts['failed']} failed, "
             f"{counts['not applicable']} not applicable, {counts['not run']} not run, in {seconds:.0f} s"
         )
         OUT.print(Group(_table(outcomes), "", *notes, *[""] * bool(notes), last), markup=False)
-    return 1 if counts["failed"] else 0
+    return 0 if passed else 1
 
 
 def lossy(verification: Verification) -> str:
@@ -103,22 +104,38 @@ def lossy(verification: Verification) -> str:
     return f", lossy: {100 * part:g}% of the largest logit" if part else ""
 
 
+def wrong_and_ties(verification: Verification, results: Sequence[RankResult]) -> tuple[object, int]:
+    """Two columns of some results; of a lossy plan no token is wrong, and texts that differ are counted as ties."""
+    wrong = "-" if verification.lossy else sum(result.wrong_tokens for result in results)
+    return wrong, sum(result.ties for result in results)
+
+
+def tokens_of_lossy(verification: Verification) -> str:
+    """What the tokens of a lossy plan come to."""
+    results = verification.results
+    return f"tokens, which prove nothing then, differ in {sum(r.ties for r in results)} of {len(results)} texts"
+
+
 def _table(outcomes: Sequence[Outcome]) -> Table:
     rows = []
     for one in outcomes:
         found, plan = one.measured, one.way.plan
-        result = "FAILED" if one.result == "failed" else "not run (budget)" if one.result == "not run" else one.result
+        result: str = (
+            "FAILED" if one.result == "failed" else "not run (budget)" if one.result == "not run" else one.result
+        )
+        if one.measured is not None and one.measured.verification.lossy:
+            result = f"{result}, lossy"
         name = (one.way.sublayer, one.way.strategy, "-" if plan is None else str(plan.mesh), result)
         rows.append((*name, *(["-"] * (len(_COLUMNS) - len(name)) if found is None else _figures(found))))
     return table("", _COLUMNS, rows, left=4)
 
 
 def _figures(found: Measured) -> tuple[object, ...]:
-    results, decode = found.verification.results, found.decode_seconds
+    verification, decode = found.verification, found.decode_seconds
+    allowed = f" of {verification.tolerance:.2e}" if verification.lossy else ""
     return (
-        f"{found.verification.max_difference:.2e}",
-        sum(result.wrong_tokens for result in results),
-        sum(result.ties for result in results),
+        f"{verification.max_difference:.2e}{allowed}",
+        *wrong_and_ties(verification, verification.results),
         human_bytes(found.prefill_bytes),
         human_bytes(found.decode_bytes),
         found.decode_calls,
@@ -137,6 +154,8 @@ def _note(one: Outcome) -> str:
     notes = []
     if one.result == "failed" or verification.lossy:
         notes.append(f"tolerance {verification.tolerance:g}{lossy(verification)}")
+    if verification.lossy:
+        notes.append(tokens_of_lossy(verification))
     if dropped:
         notes.append(f"{counted(dropped, 'row')} dropped, for which moe_capacity had no room")
     return "; ".join(notes)
