@@ -81,7 +81,7 @@ def measure(ranks: int, size: int, rounds: int) -> list[dict[str, Any]]:
     seconds = interleave({name: turn(*one, repeats) for name, one in programs.items()}, rounds)
     rows = []
     for name, reduction in contestants.items():
-        messages = reduction.messages("all_reduce", size // 4, 4, {"tp": ranks})
+        messages = reduction.messages("all_reduce", 1, size // 4, 4, {"tp": ranks})
         rows.append(
             {
                 "ranks": ranks,

@@ -32,9 +32,7 @@ from jaxpar.plan import Plan
 from jaxpar.registry import STRATEGIES, find
 
 NAMES = [strategy.name for strategy in STRATEGIES if strategy.sublayer == "all_reduce"]
-LENGTHS = {"tp=3": (1, 7, 128, 1000), "tp=8": (1, 7, 128, 1000)}
-# On other meshes two of them: most of a test is compiling.
-TWO_LENGTHS = (7, 1000)
+LENGTHS = (1, 7, 128, 1000)
 # Axes that ranks are split over, and devices of a node.
 MESHES = {"tp=2": 1, "tp=3": 1, "tp=4": 2, "tp=8": 2, "cp=2,tp=4": 4}
 PROGRAMS = [
@@ -69,7 +67,7 @@ def on_ranks(body: Any, mesh: str) -> Any:
 
 @cache
 def program(name: str, mesh: str) -> Any:
-    """Sums of arrays of all lengths of the mesh, each made in float32 just before, as a product makes it."""
+    """Sums of arrays of all lengths, each made in float32 just before, as a product makes it."""
     reduction, axes = reduction_of(name, mesh), MeshSpec.parse(mesh).active(AXES)
 
     def body(*arrays: jax.Array) -> list[jax.Array]:
@@ -103,7 +101,7 @@ def test_a_sum_has_the_same_bits_on_every_rank_and_lies_within_its_bound(
     name: str, mesh: str, dtype: str, seed: int, kind: str
 ) -> None:
     rng, ranks = np.random.default_rng(seed), MeshSpec.parse(mesh).size
-    parts = [values(rng, kind, ranks, length, dtype) for length in LENGTHS.get(mesh, TWO_LENGTHS)]
+    parts = [values(rng, kind, ranks, length, dtype) for length in LENGTHS]
     bound = reduction_of(name, mesh).error_bound
     for part, found in zip(parts, map(np.asarray, program(name, mesh)(*parts)), strict=True):
         for rank in range(1, ranks):
@@ -157,11 +155,46 @@ def test_the_two_halves_of_a_sum_make_the_sum(name: str, mesh: str) -> None:
 
     x = np.random.default_rng(0).standard_normal((spec.size, spec.size * 2, 5)).astype(np.float32)
     part, whole = map(np.asarray, on_ranks(body, mesh)(x))
-    bound = reduction.error_bound(x.astype(np.float64).reshape(spec.size, -1), np.float32).max()
+    bound = reduction.error_bound(x.astype(np.float64), np.float32).max()
     total = x.sum(axis=0, dtype=np.float64)
     assert np.abs(part.reshape(total.shape) - total).max() <= bound
     assert np.abs(whole - total).max() <= bound
     assert all((rank.view(np.uint8) == whole[0].view(np.uint8)).all() for rank in whole)
+
+
+@pytest.mark.parametrize("name", ["int8", "fp8"])
+def test_the_codes_of_a_row_are_its_own_whatever_the_rows_beside_it_hold(name: str) -> None:
+    reduction, ranks = reduction_of(name, "tp=3"), 3
+    rng = np.random.default_rng(0)
+
+    def body(*arrays: jax.Array) -> list[jax.Array]:
+        return [
+            *(reduction.all_reduce(x, ("tp",)) for x in arrays),
+            *(reduction.all_gather(reduction.reduce_scatter(x, ("tp",)), ("tp",)) for x in arrays if len(x) == ranks),
+        ]
+
+    # 200 and 576 are no multiples of 128; a row of 5 is one short block.
+    for width in (5, 200, 576):
+        row = rng.standard_normal((ranks, 1, width)).astype(np.float32)
+        between = [np.repeat(row, 3, axis=1) for _ in range(4)]
+        for x, beside in zip(between, (0, 1e30, np.nan, np.inf), strict=True):
+            x[:, [0, 2]] = beside
+        alone, flat, *rows = map(np.asarray, on_ranks(body, "tp=3")(row, row[:, 0], *between))
+        assert len(rows) == 8 and np.isfinite(alone).all()
+        for found in (flat, *(x[:, 1] for x in rows)):
+            np.testing.assert_array_equal(found.view(np.uint8), alone.reshape(found.shape).view(np.uint8))
+        exact = row.astype(np.float64)
+        assert (np.abs(alone[0] - exact.sum(axis=0)) <= reduction.error_bound(exact, np.float32)).all()
+
+
+def test_the_bound_of_codes_is_that_of_the_blocks_of_each_row() -> None:
+    bound = reduction_of("int8", "tp=2").error_bound
+    rows = np.ones((2, 3, 576))
+    rows[:, 1, 575] = 1e30
+    found, ones = bound(rows, np.float32), bound(np.ones((2, 576)), np.float32)
+    assert (found[[0, 2]] == ones).all()
+    # Five blocks of a row, of 116 values.
+    assert (found[1, :464] == ones[:464]).all() and (found[1, 464:] > 1e27).all()
 
 
 def test_over_no_axes_every_sum_and_half_is_the_identity() -> None:

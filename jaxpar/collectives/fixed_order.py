@@ -40,9 +40,9 @@ def _in_rank_order(parts: jax.Array, axes: tuple[str, ...]) -> jax.Array:
     return reduce(add, by_rank).astype(parts.dtype)
 
 
-def _messages(operation: Operation, elements: int, itemsize: int, sizes: Mapping[str, int]) -> list[Message]:
+def _messages(operation: Operation, rows: int, width: int, itemsize: int, sizes: Mapping[str, int]) -> list[Message]:
     collective = {"all_reduce": "all_gather", "reduce_scatter": "all_to_all", "all_gather": "all_gather"}[operation]
-    return [Message(collective, 1, elements * itemsize)]
+    return [Message(collective, 1, rows * width * itemsize)]
 
 
 FIXED_ORDER = Reduction("fixed_order", all_sum, scatter_sum, gather_same, _messages)

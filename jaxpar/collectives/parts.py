@@ -12,14 +12,14 @@ import jax
 import jax.numpy as jnp
 
 
-def part_size(elements: int, ranks: int, multiple: int = 1) -> int:
-    """Values of a part: a multiple of `multiple`."""
-    return -(-elements // (ranks * multiple)) * multiple
+def part_size(elements: int, ranks: int) -> int:
+    """Values of a part."""
+    return -(-elements // ranks)
 
 
-def in_parts(x: jax.Array, ranks: int, multiple: int = 1) -> jax.Array:
+def in_parts(x: jax.Array, ranks: int) -> jax.Array:
     """`x` of any shape -> [P, values of a part], filled up with zeros."""
-    size = part_size(x.size, ranks, multiple)
+    size = part_size(x.size, ranks)
     return jnp.pad(x.reshape(-1), (0, size * ranks - x.size)).reshape(ranks, size)
 
 

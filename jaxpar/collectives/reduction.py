@@ -45,7 +45,7 @@ class Message(NamedTuple):
     distance: int = 1
 
 
-Messages = Callable[[Operation, int, int, Mapping[str, int]], list[Message]]
+Messages = Callable[[Operation, int, int, int, Mapping[str, int]], list[Message]]
 
 
 class Call(NamedTuple):
@@ -62,9 +62,9 @@ class Reduction:
     """One way to add up what ranks have; every operation is the identity over no axes.
 
     Results of `all_reduce` and `all_gather` are of a type that says that all ranks have the same, and they do, in every
-    bit. `messages` is the closed form: what an operation sends for a local operand of `elements` numbers of `itemsize`
-    bytes over axes of these sizes, the mesh's order. `error_bound` says how far an all-reduce may lie from the exact
-    sum [...] of float64 `parts` [P, ...], given the dtype.
+    bit. `messages` is the closed form: what an operation sends for a local operand [`rows`, `width`] of numbers of
+    `itemsize` bytes over axes of these sizes, the mesh's order. `error_bound` says how far an all-reduce may lie from
+    the exact sum [...] of float64 `parts` [P, ...], given the dtype.
     """
 
     name: str
@@ -79,7 +79,7 @@ class Reduction:
         if not call.axes:
             return []
         sizes = {axis: step.plan.mesh.sizes[axis] for axis in call.axes}
-        messages = self.messages(call.operation, call.rows * step.config.hidden_size, step.itemsize, sizes)
+        messages = self.messages(call.operation, call.rows, step.config.hidden_size, step.itemsize, sizes)
         return [message._replace(calls=call.calls * message.calls) for message in messages]
 
     def sent(self, step: Step, scope: tuple[str, str], call: Call) -> list[Traffic]:
@@ -90,8 +90,8 @@ class Reduction:
         ]
 
 
-def _as_they_are(operation: Operation, elements: int, itemsize: int, sizes: Mapping[str, int]) -> list[Message]:
-    return [Message(operation, 1, elements * itemsize)]
+def _as_they_are(operation: Operation, rows: int, width: int, itemsize: int, sizes: Mapping[str, int]) -> list[Message]:
+    return [Message(operation, 1, rows * width * itemsize)]
 
 
 NATIVE = Reduction("psum", all_sum, scatter_sum, gather_same, _as_they_are)
@@ -106,12 +106,13 @@ def all_reduce_only(
 ) -> Reduction:
     """A reduction that has no halves of its own: where the residual stream is split, the backend's are used.
 
-    `messages` are those of an all-reduce.
+    `messages` are those of an all-reduce of so many elements, however they lie in rows.
     """
 
-    def of(operation: Operation, elements: int, itemsize: int, sizes: Mapping[str, int]) -> list[Message]:
-        native = operation != "all_reduce"
-        return _as_they_are(operation, elements, itemsize, sizes) if native else messages(elements, itemsize, sizes)
+    def of(operation: Operation, rows: int, width: int, itemsize: int, sizes: Mapping[str, int]) -> list[Message]:
+        if operation == "all_reduce":
+            return messages(rows * width, itemsize, sizes)
+        return _as_they_are(operation, rows, width, itemsize, sizes)
 
     return replace(NATIVE, name=name, all_reduce=all_reduce, messages=of, error_bound=error_bound)
 

@@ -48,8 +48,8 @@ def all_gather(x: jax.Array, axes: Axes) -> jax.Array:
     return assert_same(ring_all_gather(x, axes), axes).reshape(-1, *x.shape[1:])
 
 
-def _messages(operation: Operation, elements: int, itemsize: int, sizes: Mapping[str, int]) -> list[Message]:
-    ranks = ranks_of(sizes)
+def _messages(operation: Operation, rows: int, width: int, itemsize: int, sizes: Mapping[str, int]) -> list[Message]:
+    ranks, elements = ranks_of(sizes), rows * width
     halves = 2 if operation == "all_reduce" else 1
     part = elements if operation == "all_gather" else part_size(elements, ranks)
     return [Message("ppermute", halves * (ranks - 1), part * itemsize)]
