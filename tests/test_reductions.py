@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import jax
@@ -26,7 +26,7 @@ from jaxpar.collectives.bounds import rounding
 from jaxpar.collectives.reduction import NATIVE, Reduction
 from jaxpar.devices import abstract_mesh, ensure_devices, make_mesh
 from jaxpar.errors import PlanError
-from jaxpar.ledger.trace import count_collectives
+from jaxpar.ledger.trace import count_collectives, trace_traffic
 from jaxpar.mesh import AXES, MeshSpec
 from jaxpar.plan import Plan
 from jaxpar.registry import STRATEGIES, find
@@ -164,27 +164,38 @@ def test_the_two_halves_of_a_sum_make_the_sum(name: str, mesh: str) -> None:
 
 @pytest.mark.parametrize("name", ["int8", "fp8"])
 def test_the_codes_of_a_row_are_its_own_whatever_the_rows_beside_it_hold(name: str) -> None:
-    reduction, ranks = reduction_of(name, "tp=3"), 3
-    rng = np.random.default_rng(0)
+    reduction, ranks, axes = reduction_of(name, "tp=3"), 3, ("tp",)
 
-    def body(*arrays: jax.Array) -> list[jax.Array]:
-        return [
-            *(reduction.all_reduce(x, ("tp",)) for x in arrays),
-            *(reduction.all_gather(reduction.reduce_scatter(x, ("tp",)), ("tp",)) for x in arrays if len(x) == ranks),
-        ]
+    def body(alone: jax.Array, rows: jax.Array) -> tuple[jax.Array, ...]:
+        halves = reduction.all_gather(reduction.reduce_scatter(rows, axes), axes)
+        return reduction.all_reduce(alone, axes), reduction.all_reduce(rows, axes), halves
 
-    # 200 and 576 are no multiples of 128; a row of 5 is one short block.
-    for width in (5, 200, 576):
-        row = rng.standard_normal((ranks, 1, width)).astype(np.float32)
-        between = [np.repeat(row, 3, axis=1) for _ in range(4)]
-        for x, beside in zip(between, (0, 1e30, np.nan, np.inf), strict=True):
-            x[:, [0, 2]] = beside
-        alone, flat, *rows = map(np.asarray, on_ranks(body, "tp=3")(row, row[:, 0], *between))
-        assert len(rows) == 8 and np.isfinite(alone).all()
-        for found in (flat, *(x[:, 1] for x in rows)):
-            np.testing.assert_array_equal(found.view(np.uint8), alone.reshape(found.shape).view(np.uint8))
+    # Rows of no whole blocks of 128 values; the model SmolLM2 has 576.
+    for width in (5, 576):
+        run = on_ranks(body, "tp=3")
+        row = np.random.default_rng(0).standard_normal((ranks, width)).astype(np.float32)
         exact = row.astype(np.float64)
-        assert (np.abs(alone[0] - exact.sum(axis=0)) <= reduction.error_bound(exact, np.float32)).all()
+        for beside in (0, 1e30, np.nan, np.inf):
+            rows = np.stack([np.full_like(row, beside), row, np.full_like(row, beside)], axis=1)
+            alone, *found = map(np.asarray, run(row, rows))
+            assert (np.abs(alone[0] - exact.sum(axis=0)) <= reduction.error_bound(exact, np.float32)).all()
+            for sums in found:
+                np.testing.assert_array_equal(sums[:, 1].view(np.uint8), alone.view(np.uint8))
+
+
+@pytest.mark.parametrize("name", ["int8", "fp8"])
+def test_the_bytes_of_codes_are_the_traced_ones_for_rows_of_any_width(name: str) -> None:
+    reduction, sizes = reduction_of(name, "tp=4"), {"tp": 4}
+    for rows, width in ((1, 1), (3, 7), (4, 128), (1, 129), (8, 576)):
+        for operation in ("all_reduce", "all_gather", "reduce_scatter") if rows % 4 == 0 else ("all_reduce",):
+            body = partial(getattr(reduction, operation), axes=("tp",))
+            found = trace_traffic(
+                trace(body, P("tp") if operation == "reduce_scatter" else P(), (4 * rows, width)), sizes
+            )
+            said = reduction.messages(operation, rows, width, 4, sizes)
+            assert [(row.collective, row.message_bytes) for row in found] == [
+                (one.collective, one.size) for one in said
+            ]
 
 
 def test_the_bound_of_codes_is_that_of_the_blocks_of_each_row() -> None:
@@ -216,9 +227,9 @@ def test_a_sum_of_a_finished_sum_is_refused(name: str) -> None:
         trace(twice, P())
 
 
-def trace(body: Any, out: P) -> jax.extend.core.ClosedJaxpr:
+def trace(body: Any, out: P, shape: tuple[int, int] = (8, 2)) -> jax.extend.core.ClosedJaxpr:
     mesh = abstract_mesh(MeshSpec(tp=4))
-    return jax.make_jaxpr(jax.shard_map(body, mesh=mesh, in_specs=P("tp"), out_specs=out))(jnp.zeros((8, 2)))
+    return jax.make_jaxpr(jax.shard_map(body, mesh=mesh, in_specs=P("tp"), out_specs=out))(jnp.zeros(shape))
 
 
 def test_one_shot_sends_half_as_many_times_the_bytes_of_two_shots_as_there_are_ranks_in_half_the_steps() -> None:

@@ -1,4 +1,4 @@
-"""`fp8`: a two-shot sum in float8_e4m3 of -448 to 448, a float32 scale for each 128: about a byte for each value.
+"""`fp8`: a two-shot sum in float8_e4m3 of -448 to 448, a float32 scale for up to 128: about a byte for each value.
 
                      blocks of 128 values -> 128 codes, 1 scale
 rank 0: a0 b0        all-to-all             a0 + a1        all-gather    ->    a b
@@ -34,7 +34,7 @@ def run(plan: Plan) -> Reduction:
 
 
 def traffic(step: Step) -> list[Traffic]:
-    """2 (P-1)/P of 132 bytes for each 128 values, twice a layer."""
+    """2 (P-1)/P of 132 bytes for each 128 values of a row, or a little more, twice a layer."""
     return sublayers_traffic(step, REDUCTION)
 
 
