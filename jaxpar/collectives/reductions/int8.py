@@ -50,5 +50,6 @@ STRATEGY = Strategy(
     run=run,
     traffic=traffic,
     check=check,
-    lossy=0.04,
+    # SmolLM2-135M drifts by at most 11.5 % (docs/reductions.md), and by 12 % a small MoE whose experts change.
+    lossy=0.15,
 )
