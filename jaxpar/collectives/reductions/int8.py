@@ -50,6 +50,6 @@ STRATEGY = Strategy(
     run=run,
     traffic=traffic,
     check=check,
-    # SmolLM2-135M drifts by at most 11.5 % (docs/reductions.md), and by 12 % a small MoE whose experts change.
-    lossy=0.15,
+    # SmolLM2-135M drifts by at most 19.5 % (docs/reductions.md), and by 12 % a small MoE whose experts change.
+    lossy=0.25,
 )
