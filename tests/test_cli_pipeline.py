@@ -11,7 +11,7 @@ from matplotlib import image
 
 from jaxpar.assets import model_dir
 from jaxpar.checkpoint import open_checkpoint
-from jaxpar.ledger.report import make_steps
+from jaxpar.ledger.steps import make_steps
 from jaxpar.mesh import MeshSpec
 from jaxpar.pipeline import send_recv
 from jaxpar.pipeline.timetable import decode_timetable, prefill_timetable
