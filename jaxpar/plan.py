@@ -89,11 +89,11 @@ class Plan:
     the products of attention and of dense FFNs gather and scatter them as they go in prefill (`collectives/matmul.py`;
     latent attention enters, and experts enter and leave, as without it); `microbatches` are the groups of a replica's
     requests that follow one another through the stages of pp (0: as many as stages); `chunk` is the most tokens of one
-    prompt that a prefill step takes; `chunk_parity` makes chunks unequal, the first ones larger than `chunk` and the
-    last smaller, so that less is idle over pp: it is the number of tokens of context at which a token's attention costs
-    as much as the rest of its work (`jaxpar pipeline MODEL` says it; 0: equal chunks); `page_size` the tokens of a KV
-    cache page; `max_num_seqs` the most requests that a replica runs at once; `dtype` that of weights, activations and
-    cache.
+    prompt that a prefill step takes, or about the most that steps take in the mean with a `chunk_parity`, which makes
+    chunks unequal, later ones smaller, so that less is idle over pp: it is the number of tokens of context at which a
+    token's attention costs as much as the rest of its work (`jaxpar pipeline MODEL` says it; 0: equal chunks);
+    `page_size` the tokens of a KV cache page; `max_num_seqs` the most requests that a replica runs at once; `dtype`
+    that of weights, activations and cache.
     """
 
     mesh: MeshSpec = field(default_factory=MeshSpec)
