@@ -41,12 +41,6 @@ def attention_flops(config: ModelConfig, first: int, size: int) -> np.ndarray:
     return np.array(of_layers, np.float64) + first * _expanded(config)
 
 
-def attention_share(config: ModelConfig, length: int) -> float:
-    """The part of prefilling `length` tokens at once that attention over positions is."""
-    attention = attention_flops(config, 0, length).sum()
-    return float(attention / (attention + length * weight_flops(config).sum()))
-
-
 def parity(config: ModelConfig, chunk: int) -> int:
     """Tokens of context at which a token's attention costs as much as the rest of its work: a plan's `chunk_parity`.
 
