@@ -21,7 +21,8 @@ from jaxpar.values import real_number, shown, whole_number
 Phase = Literal["prefill", "decode"]
 PHASES: tuple[Phase, ...] = ("prefill", "decode")
 SublayerName = Literal["attention", "mla", "ffn", "moe", "vocabulary"]
-DTYPES = ("float32", "bfloat16", "float16")
+DTYPES = {"float32": 4, "bfloat16": 2, "float16": 2}
+"""Of weights, activations and cache, with the bytes of a value."""
 KV_SPLITS = ("replicate", "head_dim")
 # Fields that are whole numbers, and the least that each may be.
 _NUMBERS = {
@@ -189,6 +190,11 @@ class Plan:
     def active(self, axes: Iterable[str]) -> tuple[str, ...]:
         """Those of `axes` that have more than one rank: axes of size 1 appear in no spec and no collective."""
         return self.mesh.active(axes)
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of one value of `dtype`."""
+        return DTYPES[self.dtype]
 
     @property
     def fixed_order(self) -> bool:

@@ -162,8 +162,8 @@ def test_a_window_on_every_layer_makes_equal_chunks_cost_the_same() -> None:
 
 
 def test_a_boundary_of_48_or_36_tokens_of_deepseek_v3_in_bfloat16() -> None:
-    assert boundary_bytes(config_of("deepseek-v3"), 48, "bfloat16") == 688_128
-    assert boundary_bytes(config_of("deepseek-v3"), 36, "bfloat16") == 516_096
+    assert boundary_bytes(config_of("deepseek-v3"), 48, Plan(dtype="bfloat16")) == 688_128
+    assert boundary_bytes(config_of("deepseek-v3"), 36, Plan(dtype="bfloat16")) == 516_096
 
 
 def test_each_way_has_the_prompt_s_tokens_and_saves_where_it_is_meant_to() -> None:

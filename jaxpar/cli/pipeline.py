@@ -173,7 +173,7 @@ class _OfModel:
         sent = lanes_of(requests, plan) * tokens
         self.rows_are = what if sent == rows else f"{what}, {sent} rows with padding,"
         self.dtype, self.hidden = plan.dtype, config.hidden_size
-        self.useful, self.sent = (boundary_bytes(config, count, plan.dtype) for count in (rows, sent))
+        self.useful, self.sent = (boundary_bytes(config, count, plan) for count in (rows, sent))
 
     def document(self) -> dict[str, Any]:
         from jaxpar.pipeline.render import chunks_json

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from jaxpar.engine.ticks import Tick
+from jaxpar.engine.ticks import Tick, kept_width
 from jaxpar.strategies import Step
 
 
@@ -33,9 +33,8 @@ def boundaries_of(items: Sequence[Tick], steps: Sequence[Step]) -> Boundaries:
     """Count what `steps`, the ticks in which `items` go through stages, send from stage to stage."""
     hops, row_bytes = steps[0].plan.mesh.pp - 1, steps[0].row_bytes
     sent = sum(step.passed_rows for step in steps)
-    # Slices of a lane's rows over tp keep their size on the way.
-    widest = max(item.tokens for item in items)
-    used = sum(_used_rows(item, replace(steps[0], lanes=item.lanes, tokens=widest)) for item in items)
+    widest = kept_width([item.tokens for item in items], steps[0].plan)
+    used = sum(_used_rows(item, replace(steps[0], tokens=max(item.tokens, widest))) for item in items)
     return Boundaries(hops, len(items), hops * sent * row_bytes, hops * (sent - used) * row_bytes)
 
 

@@ -13,6 +13,7 @@ import numpy as np
 
 from jaxpar.checkpoint.config import ModelConfig
 from jaxpar.pipeline.balance import layer_work
+from jaxpar.plan import Plan
 
 
 def pairs(first: int, after: int, window: int | None) -> int:
@@ -71,9 +72,9 @@ def head_flops(config: ModelConfig) -> float:
     return 2.0 * config.hidden_size * config.vocab_size
 
 
-def boundary_bytes(config: ModelConfig, rows: int, dtype: str) -> int:
+def boundary_bytes(config: ModelConfig, rows: int, plan: Plan) -> int:
     """Bytes of the hidden states of `rows` tokens, which every stage but the last sends on: paid p - 1 times."""
-    return rows * config.hidden_size * {"float32": 4, "bfloat16": 2, "float16": 2}[dtype]
+    return rows * config.hidden_size * plan.itemsize
 
 
 def _expanded(config: ModelConfig) -> float:
