@@ -40,7 +40,9 @@ from jaxpar.nn.expert_map import Table
 from jaxpar.nn.rope import angles
 from jaxpar.nn.weights import Weight
 from jaxpar.overlap import in_halves, joined
-from jaxpar.pipeline.ends import entering, on_last_stage, resized
+from jaxpar.pipeline.ends import entering, on_last_stage
+from jaxpar.pipeline.flow import Flow
+from jaxpar.pipeline.present import by_layer
 from jaxpar.pipeline.stages import moe_layer_of
 from jaxpar.plan import Phase, Plan
 from jaxpar.registry import chosen, running
@@ -112,11 +114,11 @@ class Programs:
         self.weights = {name: array for name, array in self.arrays.items() if isinstance(array, Weight)}
         """Those arrays that a checkpoint has."""
         self.planes = [planes_of(config, plan)] * len(self.model.slots)
+        self.flow = Flow(plan, mesh)
         self.dropped = 0
         """Rows that the experts' `moe_capacity` had no room for, in all steps so far."""
         self.watchers: list[Callable[[StepOutput], None]] = []
         """Called in turn after every step, with its output."""
-        self._resize = lru_cache(maxsize=None)(self._resized_on_use)
         # One jitted function for each kind of step; it compiles once for each shape that it meets.
         self.step = lru_cache(maxsize=None)(self._compiled_on_use)
 
@@ -152,32 +154,13 @@ class Programs:
 
     def cache_specs(self, phase: Phase) -> Cache:
         """PartitionSpecs of the cache, and of what goes from stage to stage in `phase`."""
-        plan = self.plan
-        flow = P(plan.active(("pp", *plan.residual[phase])), None) if plan.pipeline else None
-        return cache_specs(self.planes, plan)._replace(flow=flow)
+        flow = self.flow.spec(phase) if self.plan.pipeline else None
+        return cache_specs(self.planes, self.plan)._replace(flow=flow)
 
     def empty_cache(self, pages: int) -> Cache:
         """A cache with no key in it and `pages` pages on every rank, each rank making its own part."""
         cache: Cache = self._new_cache(pages)
         return cache
-
-    def flow_into(self, cache: Cache, step: Step, fresh: bool) -> Cache:
-        """The cache with as many rows between stages as a step takes, those that it has or `fresh` ones of zeros."""
-        if not self.plan.pipeline:
-            return cache
-        shape, spec = self.flow_shape(step), self.cache_specs(step.phase).flow
-        if fresh:
-            return cache._replace(flow=jax.device_put(np.zeros(shape.shape, shape.dtype), self.sharded(spec)))
-        if cache.flow.shape == shape.shape:
-            return cache
-        # A program of its own, so that the step has one for each width and not for each pair of them.
-        resize = self._resize(step.lanes, step.passed_rows, spec)
-        return cache._replace(flow=resize(cache.flow))
-
-    def flow_shape(self, step: Step) -> jax.ShapeDtypeStruct:
-        """Of the rows that all ranks together pass on in a tick."""
-        ranks = step.ranks(self.plan.active(("pp", *self.plan.residual[step.phase])))
-        return jax.ShapeDtypeStruct((ranks * step.passed_rows, self.config.hidden_size), jnp.dtype(self.plan.dtype))
 
     @cached_property
     def _new_cache(self) -> Any:
@@ -200,7 +183,7 @@ class Programs:
         weights = {name: array.abstract for name, array in self.arrays.items()}
         cache = cache_shapes(self.planes, pages, self.plan)
         if self.plan.pipeline:
-            cache = cache._replace(flow=self.flow_shape(step))
+            cache = cache._replace(flow=self.flow.shape(step))
         return weights, cache, StepBatch(tokens, tokens, array((lanes, ranks), jnp.int32), table, lane, options)
 
     def spmd(self, phase: Phase, logits: bool = False, sampled: bool = False, room: int = 0) -> StepFunction:
@@ -229,10 +212,6 @@ class Programs:
             donate_argnums=1,
             compiler_options=compiler_options(self.mesh.devices.flat[0].platform, self.plan),
         )
-
-    def _resized_on_use(self, lanes: int, rows: int, spec: P) -> Any:
-        local = partial(resized, lanes=lanes, count=rows)
-        return jax.jit(jax.shard_map(local, mesh=self.mesh, in_specs=spec, out_specs=spec))
 
     def note(self, output: StepOutput) -> None:
         """Add up what a step that ran has counted, and pass it on to those who watch."""
@@ -279,21 +258,16 @@ class Programs:
         flow = strategies["pipeline"].run(rows[0], self.plan) if self.plan.pipeline else None
         outputs = [self._next(model, x, one, step, strategies) for x, one in zip(rows, batches, strict=True)]
         loads, dropped = (
-            None if counts is None else counts[None] for counts in (self._by_layer(records), all_dropped(records))
+            None if counts is None else counts[None] for counts in (self._loads(records), all_dropped(records))
         )
         return Cache(planes, positions, flow), joined(outputs)._replace(loads=loads, dropped=dropped)
 
-    def _by_layer(self, records: list[LayerRecord]) -> jax.Array | None:
+    def _loads(self, records: list[LayerRecord]) -> jax.Array | None:
         """Loads of all MoE layers [L, E]; of those that other stages run, 0."""
-        loads, plan = all_loads(records), self.plan
-        if loads is None or not plan.pipeline:
+        loads = all_loads(records)
+        if loads is None or not self.plan.pipeline:
             return loads
-        places = moe_layer_of(self.config, plan)
-        of_slots = np.full((plan.mesh.pp, len(loads)), len(places), np.int32)
-        for layer, (stage, slot) in enumerate(places):
-            of_slots[stage, slot] = layer
-        mine = jnp.asarray(of_slots)[rank_index(plan.pipeline)]
-        return jnp.zeros((len(places), loads.shape[1]), loads.dtype).at[mine].set(loads, mode="drop")
+        return by_layer(loads, moe_layer_of(self.config, self.plan), self.plan)
 
     def _store(self, batch: StepBatch, positions_plane: jax.Array, phase: Phase) -> PagedStore:
         """Where the keys of a batch go; `positions_plane` [pages, page_size] is the cache's before it."""
