@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import cached_property, lru_cache, partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -28,6 +28,7 @@ from jax.sharding import PartitionSpec as P
 from jaxpar.attention.bind import bound
 from jaxpar.attention.cache import Cache, PagedStore, Plane, cache_shapes, cache_specs
 from jaxpar.attention.planes import planes_of
+from jaxpar.batch import StepBatch, StepOutput, batch_shapes
 from jaxpar.checkpoint.config import ModelConfig
 from jaxpar.collectives import rank_index
 from jaxpar.errors import PlanError
@@ -51,41 +52,6 @@ from jaxpar.vocabulary.head import all_tokens, last_tokens
 from jaxpar.vocabulary.sampling import SamplingArrays
 
 Weights = dict[str, jax.Array]
-
-
-class StepBatch(NamedTuple):
-    """What a step works on; B lanes of all replicas, T new tokens a lane.
-
-    Over pp each stage has a batch of its own, and B counts the lanes of all stages, one stage after the other.
-
-    `tokens`, `positions` [B, T] (position -1: padding, at the end of what a rank has); in prefill a rank of cp has T/cp
-    of them side by side. `start` [B, cp] tokens that each rank has stored so far; `table` [B, W] page ids, -1 for none;
-    `last` [B] which of the T tokens the next one follows; `options` [B] each.
-    """
-
-    tokens: Any
-    positions: Any
-    start: Any
-    table: Any
-    last: Any
-    options: Any
-
-
-class StepOutput(NamedTuple):
-    """`token` and `logprob` [B], the same on every rank of a stage; or `logits` [B, T, V padded].
-
-    Over pp those of the last stage's lanes, which come last, mean something, and no others.
-
-    Of each rank that dispatches tokens of its own, `loads` [ranks, MoE layers, E] are the choices that each expert got
-    of them, None without experts, and `dropped` [ranks] the rows that the plan's `moe_capacity` had no room for, None
-    where nothing is dropped.
-    """
-
-    token: Any
-    logprob: Any
-    logits: Any
-    loads: Any
-    dropped: Any
 
 
 StepFunction = Callable[[Weights, Cache, StepBatch], tuple[Cache, StepOutput]]
@@ -169,22 +135,11 @@ class Programs:
 
     def abstract_arguments(self, step: Step, pages: int) -> tuple[dict[str, Any], Cache, StepBatch]:
         """ShapeDtypeStructs of a step's arguments, for tracing and compiling without any array."""
-        lanes = step.lanes * step.ranks(self.plan.lanes)
-
-        def array(shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
-            return jax.ShapeDtypeStruct(shape, dtype)
-
-        ranks = self.plan.mesh.cp
-        tokens = array((lanes, step.tokens * (ranks if step.phase == "prefill" else 1)), jnp.int32)
-        lane = array((lanes,), jnp.int32)
-        real = array((lanes,), jnp.float32)
-        options = SamplingArrays(real, lane, real, array((lanes,), jnp.uint32), lane)
-        table = array((lanes, -(-step.keys // self.plan.page_size)), jnp.int32)
         weights = {name: array.abstract for name, array in self.arrays.items()}
         cache = cache_shapes(self.planes, pages, self.plan)
         if self.plan.pipeline:
             cache = cache._replace(flow=self.flow.shape(step))
-        return weights, cache, StepBatch(tokens, tokens, array((lanes, ranks), jnp.int32), table, lane, options)
+        return weights, cache, batch_shapes(step)
 
     def spmd(self, phase: Phase, logits: bool = False, sampled: bool = False, room: int = 0) -> StepFunction:
         """The step as one SPMD program, not yet compiled.

@@ -15,6 +15,7 @@ from command_line import run
 from sample_models import open_session, oracle_runner
 
 from jaxpar.assets import model_dir
+from jaxpar.batch import StepOutput
 from jaxpar.checkpoint import ModelConfig, read_config
 from jaxpar.devices import ensure_devices, make_mesh
 from jaxpar.errors import PlanError
@@ -23,7 +24,6 @@ from jaxpar.ledger.report import Ledger, make_ledger
 from jaxpar.ledger.traffic import Traffic
 from jaxpar.mesh import MeshSpec
 from jaxpar.plan import PHASES, Phase, Plan
-from jaxpar.program import StepOutput
 
 MIB = 2**20
 LLAMA_70B = read_config(model_dir("llama-3-70b"))

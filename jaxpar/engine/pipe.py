@@ -17,9 +17,10 @@ from typing import Any
 import jax
 import numpy as np
 
+from jaxpar.batch import StepBatch, StepOutput
 from jaxpar.engine.room import room_of
 from jaxpar.plan import Phase
-from jaxpar.program import Programs, StepBatch, StepOutput, Weights
+from jaxpar.program import Programs, Weights
 from jaxpar.strategies import Step
 
 

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from jaxpar.batch import StepBatch, StepOutput
 from jaxpar.engine.lanes import assign
 from jaxpar.engine.pipe import Item, Left, Pipe
 from jaxpar.engine.prefill import Part, PrefillStep, cuts_of, prefill_steps
@@ -15,7 +16,7 @@ from jaxpar.engine.sizes import stored_by_rank, table_width
 from jaxpar.engine.ticks import kept_width
 from jaxpar.layout import deal, owner
 from jaxpar.plan import Phase
-from jaxpar.program import Programs, StepBatch, StepOutput, Weights
+from jaxpar.program import Programs, Weights
 from jaxpar.vocabulary.sampling import SamplingArrays
 
 

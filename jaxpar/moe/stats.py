@@ -19,11 +19,12 @@ from typing import Any
 
 import numpy as np
 
+from jaxpar.batch import StepOutput
 from jaxpar.errors import PlanError
 from jaxpar.moe.balance import device_loads, over_mean
 from jaxpar.moe.placement import first_slots
 from jaxpar.profile import ProfileSummary
-from jaxpar.program import Programs, StepOutput
+from jaxpar.program import Programs
 
 HOTTEST = 4
 """Experts that are named as the hottest of a layer."""
