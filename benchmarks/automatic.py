@@ -18,12 +18,13 @@ from benchmarks.automatic_program import Automatic
 from benchmarks.common import Spread, arguments, cores, draw_bars, interleave, ratios, show, warn_if_busy, write
 from benchmarks.random_model import RandomReader, llama
 from jaxpar.attention.cache import Cache, cache_shapes
+from jaxpar.batch import StepBatch, StepOutput
 from jaxpar.checkpoint.load import load_weights
 from jaxpar.devices import ensure_devices, make_mesh
 from jaxpar.ledger.hlo import HloCollective, parse_collectives
 from jaxpar.mesh import MeshSpec
 from jaxpar.plan import Phase, Plan
-from jaxpar.program import Programs, StepBatch, StepOutput, Weights
+from jaxpar.program import Programs, Weights
 from jaxpar.tables import human_bytes
 from jaxpar.vocabulary.sampling import SamplingArrays
 

@@ -25,6 +25,7 @@ from jax.sharding import PartitionSpec as P
 from jaxpar.attention import local
 from jaxpar.attention.bind import bound
 from jaxpar.attention.cache import Cache, PagedStore
+from jaxpar.batch import StepBatch, StepOutput
 from jaxpar.checkpoint.config import ModelConfig
 from jaxpar.checkpoint.load import load_weights
 from jaxpar.checkpoint.reader import TensorReader
@@ -35,7 +36,7 @@ from jaxpar.nn.linear import ColumnParallel
 from jaxpar.nn.rope import angles
 from jaxpar.nn.weights import Source, weight
 from jaxpar.plan import Phase, Plan
-from jaxpar.program import Programs, StepBatch, StepOutput, Weights
+from jaxpar.program import Programs, Weights
 from jaxpar.vocabulary.head import local_logits
 from jaxpar.vocabulary.sampling import sample
 

@@ -31,6 +31,7 @@ from benchmarks.common import (
 )
 from benchmarks.random_model import RandomReader, llama
 from jaxpar.attention.cache import Cache, cache_shapes
+from jaxpar.batch import StepBatch
 from jaxpar.checkpoint.load import load_weights
 from jaxpar.devices import ensure_devices, make_mesh
 from jaxpar.engine.sizes import pages_of, stored_by_rank
@@ -38,7 +39,7 @@ from jaxpar.layout import owner
 from jaxpar.ledger.predict import predict_traffic
 from jaxpar.mesh import MeshSpec
 from jaxpar.plan import Plan
-from jaxpar.program import Programs, StepBatch
+from jaxpar.program import Programs
 from jaxpar.strategies import Step
 from jaxpar.tables import human_bytes
 from jaxpar.vocabulary.sampling import SamplingArrays

@@ -31,7 +31,7 @@ from benchmarks.common import (
 from benchmarks.context_programs import QUERY_HEADS, SIZE, TILES, Problem, Program
 from benchmarks.random_model import llama
 from jaxpar.devices import ensure_devices
-from jaxpar.ledger.report import make_steps
+from jaxpar.ledger.steps import make_steps
 from jaxpar.ledger.work import Work, prefill_work
 from jaxpar.mesh import MeshSpec
 from jaxpar.plan import Plan

@@ -13,7 +13,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -21,14 +20,12 @@ import numpy as np
 from benchmarks.common import (
     Spread,
     arguments,
-    draw_bars,
     interleave,
     ratios,
-    show,
     use_one_core,
     warn_if_busy,
-    write,
 )
+from benchmarks.pipeline_report import Row, report
 from benchmarks.random_model import RandomReader, llama
 from jaxpar.checkpoint.config import ModelConfig
 from jaxpar.checkpoint.load import load_weights
@@ -43,7 +40,6 @@ from jaxpar.pipeline.stages import layers_of_stages
 from jaxpar.pipeline.timetable import decode_timetable, prefill_timetable
 from jaxpar.plan import Plan
 from jaxpar.program import Programs, Weights
-from jaxpar.tables import human_bytes
 
 ONE = "tp=1"
 MODEL = llama(layers=4, hidden=512, ffn=1536, queries=8, keys=2, vocabulary=2048)
@@ -52,7 +48,6 @@ WITH_A_LARGE_HEAD = replace(MODEL, num_hidden_layers=12, windows=(None,) * 12, v
 CHUNK, LENGTHS, PREFILL = 128, (512, 2048), (ONE, "pp=2", "pp=4", "tp=2", "tp=4")
 REQUESTS, PROMPT, STEPS = 8, 16, 8
 DECODE = ((ONE, 1), ("pp=2", 1), ("pp=2", 2), ("pp=4", 1), ("pp=4", 2), ("pp=4", 4))
-Row = dict[str, Any]
 
 
 @dataclass
@@ -250,83 +245,8 @@ def main() -> None:
     warn_if_busy()
     use_one_core()
     ensure_devices(MeshSpec(pp=4), "cpu")
-    report(prefills(options.rounds), decodes(options.rounds), stages_alone(options.rounds), options.rounds, options.out)
-
-
-def report(prefill: list[Row], decode: list[Row], stages: list[Row], rounds: int, out: Path) -> None:
-    """Tables, JSON and picture."""
-    show(
-        f"Prefill of one prompt in chunks of {CHUNK} on one core, {rounds} rounds: median (min-max)",
-        ["prompt", "mesh", "chunks", "ticks", "idle", "ms", "times one device", "ticks / chunks", "FLOPs / one device",
-         "all send", "messages in turn"],
-        [
-            (
-                *(row[key] for key in ("length", "mesh", "chunks", "ticks")),
-                f"{row['idle_share']:.2%}",
-                Spread(**row["milliseconds"]),
-                Spread(**row["times_one_device"]),
-                f"{row['ticks_over_chunks']:.3f}",
-                f"{row['flops_times_one_device']:.3f}",
-                human_bytes(row["sent_by_all"]),
-                row["messages_in_turn"],
-            )
-            for row in prefill
-        ],
-        left=2,
-    )  # fmt: skip
-    show(
-        f"Decode of {REQUESTS} requests, {STEPS} tokens each, on one core",
-        [
-            "mesh",
-            "groups",
-            "ticks",
-            "idle",
-            "idle, without end",
-            "tokens/s",
-            "times one device",
-            "a core a stage: tokens/s",
-        ],
-        [
-            (
-                *(row[key] for key in ("mesh", "groups", "ticks")),
-                f"{row['idle_share']:.2%}",
-                f"{row['idle_without_end']:.2%}",
-                *(Spread(**row[key]) for key in ("tokens_a_second", "times_one_device", "tokens_a_second_core_each")),
-            )
-            for row in decode
-        ],
-    )
-    show(
-        f"A decode tick of 4 stages, {REQUESTS // 4} requests each, with a head of 3.5 layers, on one core",
-        ["layers", "slots", "ms of all stages", "stages alone, ms", "slowest alone, ms", "its work, layers"],
-        [
-            (
-                ",".join(map(str, row["stages"])),
-                row["slots"],
-                *(Spread(**row[key]) for key in ("tick", "stages_alone", "slowest_alone")),
-                f"{row['work_of_slowest']:.2f}",
-            )
-            for row in stages
-        ],
-    )
-    write(out, "pipeline", {"rounds": rounds, "prefill": prefill, "decode": decode, "stages": stages})
-    staged = [row for row in prefill if row["mesh"].startswith("pp")]
-
-    def exactly(key: str) -> list[Spread]:
-        return [Spread.of([row[key]]) for row in staged]
-
-    draw_bars(
-        out / "pipeline.png",
-        f"Prefill in chunks of {CHUNK} through faked stages on one core against one device",
-        "one device = 1",
-        [f"{row['mesh']}, {row['length']} tokens" for row in staged],
-        {
-            "time": [Spread(**row["times_one_device"]) for row in staged],
-            "FLOPs, by the ledger": exactly("flops_times_one_device"),
-            "ticks / chunks": exactly("ticks_over_chunks"),
-        },
-        parity=True,
-    )
+    rows = prefills(options.rounds), decodes(options.rounds), stages_alone(options.rounds)
+    report(*rows, rounds=options.rounds, chunk=CHUNK, requests=REQUESTS, tokens=STEPS, out=options.out)
 
 
 if __name__ == "__main__":

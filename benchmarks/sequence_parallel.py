@@ -32,6 +32,7 @@ from benchmarks.common import (
     write,
 )
 from benchmarks.random_model import RandomReader, llama
+from jaxpar.batch import StepBatch
 from jaxpar.checkpoint.config import ModelConfig
 from jaxpar.checkpoint.load import load_weights
 from jaxpar.devices import ensure_devices, make_mesh
@@ -39,7 +40,7 @@ from jaxpar.ledger.predict import predict_traffic
 from jaxpar.mesh import MeshSpec
 from jaxpar.nn.linear import rms_norm
 from jaxpar.plan import Plan
-from jaxpar.program import Programs, StepBatch
+from jaxpar.program import Programs
 from jaxpar.strategies import Step
 from jaxpar.tables import human_bytes
 from jaxpar.vocabulary.sampling import SamplingArrays

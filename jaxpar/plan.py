@@ -6,40 +6,17 @@ here and a new module in the registry, not a new code path.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Literal
 
-from jaxpar.errors import PlanError
-from jaxpar.layout import LAYOUTS
 from jaxpar.links import Links
-from jaxpar.mesh import MeshSpec, parse_experts_over
-from jaxpar.tables import counted
-from jaxpar.values import real_number, shown, whole_number
+from jaxpar.mesh import MeshSpec
+from jaxpar.plan_checks import DTYPES, checked_values, refuse_combinations
 
 Phase = Literal["prefill", "decode"]
 PHASES: tuple[Phase, ...] = ("prefill", "decode")
 SublayerName = Literal["attention", "mla", "ffn", "moe", "vocabulary"]
-DTYPES = ("float32", "bfloat16", "float16")
-KV_SPLITS = ("replicate", "head_dim")
-# Fields that are whole numbers, and the least that each may be.
-_NUMBERS = {
-    "cp_interleave": 1,
-    "devices_per_node": 0,
-    "expert_slots": 0,
-    "rebalance_every": 0,
-    "ulysses_degree": 0,
-    "decode_overlap": 1,
-    "single_batch_overlap": 1,
-    "chunk": 1,
-    "chunk_parity": 0,
-    "page_size": 1,
-    "max_num_seqs": 1,
-    "microbatches": 0,
-}
-STAGES = ("even", "balanced")
-"""What `stages` may be besides the layers of each stage."""
 
 
 @dataclass(frozen=True)
@@ -89,11 +66,11 @@ class Plan:
     the products of attention and of dense FFNs gather and scatter them as they go in prefill (`collectives/matmul.py`;
     latent attention enters, and experts enter and leave, as without it); `microbatches` are the groups of a replica's
     requests that follow one another through the stages of pp (0: as many as stages); `chunk` is the most tokens of one
-    prompt that a prefill step takes; `chunk_parity` makes chunks unequal, the first ones larger than `chunk` and the
-    last smaller, so that less is idle over pp: it is the number of tokens of context at which a token's attention costs
-    as much as the rest of its work (`jaxpar pipeline MODEL` says it; 0: equal chunks); `page_size` the tokens of a KV
-    cache page; `max_num_seqs` the most requests that a replica runs at once; `dtype` that of weights, activations and
-    cache.
+    prompt that a prefill step takes, or about the most that steps take in the mean with a `chunk_parity`, which makes
+    chunks unequal, later ones smaller, so that less is idle over pp: it is the number of tokens of context at which a
+    token's attention costs as much as the rest of its work (`jaxpar pipeline MODEL` says it; 0: equal chunks);
+    `page_size` the tokens of a KV cache page; `max_num_seqs` the most requests that a replica runs at once; `dtype`
+    that of weights, activations and cache.
     """
 
     mesh: MeshSpec = field(default_factory=MeshSpec)
@@ -127,68 +104,18 @@ class Plan:
 
     def __post_init__(self) -> None:
         """Refuse what no plan can have; numbers become ints, and axes a tuple in the mesh's order."""
-        if not isinstance(self.mesh, MeshSpec):
-            raise PlanError(f"mesh={shown(self.mesh)}: give a MeshSpec, such as MeshSpec(dp=2, tp=4)")
-        for name, least in _NUMBERS.items():
-            given = getattr(self, name)
-            value = whole_number(given)
-            if value is None or value < least:
-                raise PlanError(f"{name}={shown(given)}: it must be a whole number of at least {least}")
+        for name, value in checked_values(self).items():
             object.__setattr__(self, name, value)
-        if self.rebalance_every and not self.expert_slots:
-            raise PlanError(
-                f"rebalance_every={self.rebalance_every} moves experts between slots, and expert_slots=0 leaves them "
-                "in order: give expert_slots, or leave this"
-            )
-        if self.two_batch_overlap and (self.mesh.pp > 1 or self.groups > 1):
-            raise PlanError(
-                f"two_batch_overlap on pp={self.mesh.pp} with microbatches={self.microbatches}: groups of requests are "
-                "what overlaps there; leave two_batch_overlap out"
-            )
-        if self.expert_slots and self.mesh.pp > 1:
-            raise PlanError(
-                f"expert_slots={self.expert_slots} on pp={self.mesh.pp}: copies of experts are placed where all layers "
-                "are on one stage; leave it out, or use pp=1"
-            )
-        if self.ulysses_degree and self.prefill_attention != "usp":
-            raise PlanError(
-                f"ulysses_degree={self.ulysses_degree} is for prefill_attention='usp': choose it, or leave this"
-            )
-        if self.cp_interleave > 1 and self.mesh.cp > 1 and self.cp_interleave * self.mesh.cp > self.chunk:
-            raise PlanError(
-                f"cp_interleave={self.cp_interleave} on cp={self.mesh.cp} leaves ranks without tokens of a chunk of "
-                f"{self.chunk}: use at most {max(1, self.chunk // self.mesh.cp)}, or larger chunks"
-            )
-        if not isinstance(self.layout, str) or self.layout not in LAYOUTS:
-            raise PlanError(f"layout={shown(self.layout)} is not a layout: use one of {', '.join(LAYOUTS)}")
-        if not isinstance(self.kv_split, str) or self.kv_split not in KV_SPLITS:
-            raise PlanError(f"kv_split={shown(self.kv_split)} is unknown: use {' or '.join(KV_SPLITS)}")
-        for name in ("moe_dispatch", "prefill_attention", "decode_attention", "all_reduce"):
-            if not isinstance(getattr(self, name), str):
-                default = getattr(Plan, name)
-                raise PlanError(f"{name}={shown(getattr(self, name))}: give a strategy's name, such as {default!r}")
-        for name in ("moe_deduplicate", "two_batch_overlap", "sequence_parallel", "collective_matmul"):
-            if not isinstance(getattr(self, name), bool):
-                raise PlanError(f"{name}={shown(getattr(self, name))}: it must be True or False")
-        if self.collective_matmul and not self.sequence_parallel:
-            raise PlanError(
-                "collective_matmul=True overlaps what sequence parallelism sends, and sequence_parallel=False sends "
-                "none of it: give sequence_parallel, or leave this"
-            )
-        if not isinstance(self.links, Links | None):
-            raise PlanError(f"links={shown(self.links)}: give a Links value, or a preset as the mesh, which has one")
-        capacity = real_number(self.moe_capacity)
-        if capacity is None or not 0 <= capacity < math.inf:
-            raise PlanError(f"moe_capacity={shown(self.moe_capacity)}: it must be 0 (nothing is dropped) or above")
-        object.__setattr__(self, "moe_capacity", capacity)
-        if not isinstance(self.dtype, str) or self.dtype not in DTYPES:
-            raise PlanError(f"dtype={shown(self.dtype)} is unknown: use one of {', '.join(DTYPES)}")
-        object.__setattr__(self, "experts_over", parse_experts_over(self.experts_over))
-        object.__setattr__(self, "stages", _parse_stages(self.stages, self.mesh.pp))
+        refuse_combinations(self)
 
     def active(self, axes: Iterable[str]) -> tuple[str, ...]:
         """Those of `axes` that have more than one rank: axes of size 1 appear in no spec and no collective."""
         return self.mesh.active(axes)
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of one value of `dtype`."""
+        return DTYPES[self.dtype]
 
     @property
     def fixed_order(self) -> bool:
@@ -309,25 +236,3 @@ class Plan:
         sublayer = self.sublayer("moe", phase)
         split = (*self.pipeline, *self.residual[phase], *sublayer.deal)
         return self.active(axis for axis in split if axis not in sublayer.gather)
-
-
-def _parse_stages(given: object, pp: int) -> str:
-    """Read "17, 17,17,10", or such a list, into canonical text; whether the model has so many layers is seen later."""
-    if given in STAGES:
-        return str(given)
-    pieces = given.split(",") if isinstance(given, str) else given if isinstance(given, list | tuple) else []
-    layers = [int(one) if isinstance(one, str) and one.strip().isdecimal() else whole_number(one) for one in pieces]
-    if not layers or None in layers:
-        raise PlanError(
-            f'stages={shown(given)}: give "even", "balanced", or the layers of each stage, such as "17,17,17,10"'
-        )
-    text = ",".join(map(str, layers))
-    if len(layers) != pp:
-        raise PlanError(
-            f"stages={text} has {counted(len(layers), 'number')} for pp={pp}: give the layers of each of "
-            f"{counted(pp, 'stage')}, or pp={len(layers)}"
-        )
-    for stage, count in enumerate(layers):
-        if count is None or count < 1:
-            raise PlanError(f"stages={text}: stage {stage} has {count} layers; give each at least 1")
-    return text

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import cached_property, lru_cache, partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -28,6 +28,7 @@ from jax.sharding import PartitionSpec as P
 from jaxpar.attention.bind import bound
 from jaxpar.attention.cache import Cache, PagedStore, Plane, cache_shapes, cache_specs
 from jaxpar.attention.planes import planes_of
+from jaxpar.batch import StepBatch, StepOutput, batch_shapes
 from jaxpar.checkpoint.config import ModelConfig
 from jaxpar.collectives import rank_index
 from jaxpar.errors import PlanError
@@ -40,7 +41,9 @@ from jaxpar.nn.expert_map import Table
 from jaxpar.nn.rope import angles
 from jaxpar.nn.weights import Weight
 from jaxpar.overlap import in_halves, joined
-from jaxpar.pipeline.ends import entering, on_last_stage, resized
+from jaxpar.pipeline.ends import entering, on_last_stage
+from jaxpar.pipeline.flow import Flow
+from jaxpar.pipeline.present import by_layer
 from jaxpar.pipeline.stages import moe_layer_of
 from jaxpar.plan import Phase, Plan
 from jaxpar.registry import chosen, running
@@ -49,41 +52,6 @@ from jaxpar.vocabulary.head import all_tokens, last_tokens
 from jaxpar.vocabulary.sampling import SamplingArrays
 
 Weights = dict[str, jax.Array]
-
-
-class StepBatch(NamedTuple):
-    """What a step works on; B lanes of all replicas, T new tokens a lane.
-
-    Over pp each stage has a batch of its own, and B counts the lanes of all stages, one stage after the other.
-
-    `tokens`, `positions` [B, T] (position -1: padding, at the end of what a rank has); in prefill a rank of cp has T/cp
-    of them side by side. `start` [B, cp] tokens that each rank has stored so far; `table` [B, W] page ids, -1 for none;
-    `last` [B] which of the T tokens the next one follows; `options` [B] each.
-    """
-
-    tokens: Any
-    positions: Any
-    start: Any
-    table: Any
-    last: Any
-    options: Any
-
-
-class StepOutput(NamedTuple):
-    """`token` and `logprob` [B], the same on every rank of a stage; or `logits` [B, T, V padded].
-
-    Over pp those of the last stage's lanes, which come last, mean something, and no others.
-
-    Of each rank that dispatches tokens of its own, `loads` [ranks, MoE layers, E] are the choices that each expert got
-    of them, None without experts, and `dropped` [ranks] the rows that the plan's `moe_capacity` had no room for, None
-    where nothing is dropped.
-    """
-
-    token: Any
-    logprob: Any
-    logits: Any
-    loads: Any
-    dropped: Any
 
 
 StepFunction = Callable[[Weights, Cache, StepBatch], tuple[Cache, StepOutput]]
@@ -112,11 +80,11 @@ class Programs:
         self.weights = {name: array for name, array in self.arrays.items() if isinstance(array, Weight)}
         """Those arrays that a checkpoint has."""
         self.planes = [planes_of(config, plan)] * len(self.model.slots)
+        self.flow = Flow(plan, mesh)
         self.dropped = 0
         """Rows that the experts' `moe_capacity` had no room for, in all steps so far."""
         self.watchers: list[Callable[[StepOutput], None]] = []
         """Called in turn after every step, with its output."""
-        self._resize = lru_cache(maxsize=None)(self._resized_on_use)
         # One jitted function for each kind of step; it compiles once for each shape that it meets.
         self.step = lru_cache(maxsize=None)(self._compiled_on_use)
 
@@ -152,32 +120,13 @@ class Programs:
 
     def cache_specs(self, phase: Phase) -> Cache:
         """PartitionSpecs of the cache, and of what goes from stage to stage in `phase`."""
-        plan = self.plan
-        flow = P(plan.active(("pp", *plan.residual[phase])), None) if plan.pipeline else None
-        return cache_specs(self.planes, plan)._replace(flow=flow)
+        flow = self.flow.spec(phase) if self.plan.pipeline else None
+        return cache_specs(self.planes, self.plan)._replace(flow=flow)
 
     def empty_cache(self, pages: int) -> Cache:
         """A cache with no key in it and `pages` pages on every rank, each rank making its own part."""
         cache: Cache = self._new_cache(pages)
         return cache
-
-    def flow_into(self, cache: Cache, step: Step, fresh: bool) -> Cache:
-        """The cache with as many rows between stages as a step takes, those that it has or `fresh` ones of zeros."""
-        if not self.plan.pipeline:
-            return cache
-        shape, spec = self.flow_shape(step), self.cache_specs(step.phase).flow
-        if fresh:
-            return cache._replace(flow=jax.device_put(np.zeros(shape.shape, shape.dtype), self.sharded(spec)))
-        if cache.flow.shape == shape.shape:
-            return cache
-        # A program of its own, so that the step has one for each width and not for each pair of them.
-        resize = self._resize(step.lanes, step.passed_rows, spec)
-        return cache._replace(flow=resize(cache.flow))
-
-    def flow_shape(self, step: Step) -> jax.ShapeDtypeStruct:
-        """Of the rows that all ranks together pass on in a tick."""
-        ranks = step.ranks(self.plan.active(("pp", *self.plan.residual[step.phase])))
-        return jax.ShapeDtypeStruct((ranks * step.passed_rows, self.config.hidden_size), jnp.dtype(self.plan.dtype))
 
     @cached_property
     def _new_cache(self) -> Any:
@@ -186,22 +135,11 @@ class Programs:
 
     def abstract_arguments(self, step: Step, pages: int) -> tuple[dict[str, Any], Cache, StepBatch]:
         """ShapeDtypeStructs of a step's arguments, for tracing and compiling without any array."""
-        lanes = step.lanes * step.ranks(self.plan.lanes)
-
-        def array(shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
-            return jax.ShapeDtypeStruct(shape, dtype)
-
-        ranks = self.plan.mesh.cp
-        tokens = array((lanes, step.tokens * (ranks if step.phase == "prefill" else 1)), jnp.int32)
-        lane = array((lanes,), jnp.int32)
-        real = array((lanes,), jnp.float32)
-        options = SamplingArrays(real, lane, real, array((lanes,), jnp.uint32), lane)
-        table = array((lanes, -(-step.keys // self.plan.page_size)), jnp.int32)
         weights = {name: array.abstract for name, array in self.arrays.items()}
         cache = cache_shapes(self.planes, pages, self.plan)
         if self.plan.pipeline:
-            cache = cache._replace(flow=self.flow_shape(step))
-        return weights, cache, StepBatch(tokens, tokens, array((lanes, ranks), jnp.int32), table, lane, options)
+            cache = cache._replace(flow=self.flow.shape(step))
+        return weights, cache, batch_shapes(step)
 
     def spmd(self, phase: Phase, logits: bool = False, sampled: bool = False, room: int = 0) -> StepFunction:
         """The step as one SPMD program, not yet compiled.
@@ -229,10 +167,6 @@ class Programs:
             donate_argnums=1,
             compiler_options=compiler_options(self.mesh.devices.flat[0].platform, self.plan),
         )
-
-    def _resized_on_use(self, lanes: int, rows: int, spec: P) -> Any:
-        local = partial(resized, lanes=lanes, count=rows)
-        return jax.jit(jax.shard_map(local, mesh=self.mesh, in_specs=spec, out_specs=spec))
 
     def note(self, output: StepOutput) -> None:
         """Add up what a step that ran has counted, and pass it on to those who watch."""
@@ -279,21 +213,16 @@ class Programs:
         flow = strategies["pipeline"].run(rows[0], self.plan) if self.plan.pipeline else None
         outputs = [self._next(model, x, one, step, strategies) for x, one in zip(rows, batches, strict=True)]
         loads, dropped = (
-            None if counts is None else counts[None] for counts in (self._by_layer(records), all_dropped(records))
+            None if counts is None else counts[None] for counts in (self._loads(records), all_dropped(records))
         )
         return Cache(planes, positions, flow), joined(outputs)._replace(loads=loads, dropped=dropped)
 
-    def _by_layer(self, records: list[LayerRecord]) -> jax.Array | None:
+    def _loads(self, records: list[LayerRecord]) -> jax.Array | None:
         """Loads of all MoE layers [L, E]; of those that other stages run, 0."""
-        loads, plan = all_loads(records), self.plan
-        if loads is None or not plan.pipeline:
+        loads = all_loads(records)
+        if loads is None or not self.plan.pipeline:
             return loads
-        places = moe_layer_of(self.config, plan)
-        of_slots = np.full((plan.mesh.pp, len(loads)), len(places), np.int32)
-        for layer, (stage, slot) in enumerate(places):
-            of_slots[stage, slot] = layer
-        mine = jnp.asarray(of_slots)[rank_index(plan.pipeline)]
-        return jnp.zeros((len(places), loads.shape[1]), loads.dtype).at[mine].set(loads, mode="drop")
+        return by_layer(loads, moe_layer_of(self.config, self.plan), self.plan)
 
     def _store(self, batch: StepBatch, positions_plane: jax.Array, phase: Phase) -> PagedStore:
         """Where the keys of a batch go; `positions_plane` [pages, page_size] is the cache's before it."""

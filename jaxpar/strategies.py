@@ -65,7 +65,7 @@ class Step:
     @property
     def itemsize(self) -> int:
         """Bytes of one activation."""
-        return {"float32": 4, "bfloat16": 2, "float16": 2}[self.plan.dtype]
+        return self.plan.itemsize
 
     @property
     def row_bytes(self) -> int:

@@ -22,8 +22,8 @@ from jaxpar.engine.session import Decoded, Session
 from jaxpar.engine.sizes import groups_in, groups_of
 from jaxpar.errors import PlanError
 from jaxpar.ledger.predict import predict_steps
-from jaxpar.ledger.report import make_steps
 from jaxpar.ledger.rounds import loads_of
+from jaxpar.ledger.steps import make_steps
 from jaxpar.ledger.traffic import Traffic
 from jaxpar.plan import Phase
 from jaxpar.runner import Runner, load

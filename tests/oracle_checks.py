@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 from sample_models import open_session, rank_logits, rank_tokens
 
-from jaxpar.program import StepOutput
+from jaxpar.batch import StepOutput
 from jaxpar.runner import Runner
 
 DECODED = 4

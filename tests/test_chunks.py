@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 
 import numpy as np
 import pytest
@@ -15,21 +16,11 @@ from sample_models import oracle_runner
 from jaxpar.assets import model_dir
 from jaxpar.checkpoint import ModelConfig, open_checkpoint
 from jaxpar.engine.prefill import prefill_steps
-from jaxpar.errors import PlanError
 from jaxpar.ledger.predict import predict_flops
 from jaxpar.mesh import MeshSpec
-from jaxpar.pipeline.chunks import (
-    chunk_cost,
-    equal_chunk_costs,
-    equal_cost_chunks,
-    equal_cost_ends,
-    level,
-    levelled_chunks,
-    levelled_ends,
-    share_of_attention,
-)
-from jaxpar.pipeline.costs import attention_flops, attention_share, boundary_bytes, pairs, parity, weight_flops
-from jaxpar.pipeline.prompt import three_ways
+from jaxpar.pipeline.chunks import equal_cost_ends, level, levelled_ends, rounded, share_of_attention
+from jaxpar.pipeline.costs import attention_flops, boundary_bytes, pairs, parity, weight_flops
+from jaxpar.pipeline.prompt import in_chunks, three_ways
 from jaxpar.plan import Plan
 from jaxpar.strategies import Step
 
@@ -38,16 +29,21 @@ shares = st.floats(0, 1)
 # What a chunk costs
 
 
+def part_of_cost(ends: Sequence[float], length: int, a: float) -> np.ndarray:
+    """What each chunk costs of a prompt, all of which is 1."""
+    u, v = np.array([0.0, *ends[:-1]]) / length, np.array(ends) / length
+    return (v - u) * ((1 - a) + a * (u + v))
+
+
 def test_the_last_of_eight_equal_chunks_costs_1_712_times_the_first_where_attention_is_30_percent() -> None:
-    costs = equal_chunk_costs(8, 0.3)
-    assert (costs[0], costs[-1]) == (pytest.approx(0.7375), pytest.approx(1.2625))
+    config = config_of("llama-3.1-8b")
+    chunk = 2853
+    assert share_of_attention(8 * chunk, parity(config, chunk)) == pytest.approx(0.3, abs=1e-4)
+    costs = in_chunks(config, Plan(), [chunk] * 8, 8 * chunk).costs[:, 0]
+    costs /= costs.mean()
+    assert (costs[0], costs[-1]) == (pytest.approx(0.7375, abs=1e-4), pytest.approx(1.2625, abs=1e-4))
     assert costs[-1] / costs[0] == pytest.approx(1.712, abs=5e-4)
-    assert sum(costs) == pytest.approx(8)
-
-
-@given(st.integers(1, 50), shares)
-def test_costs_of_equal_chunks_are_those_of_their_tokens(m: int, a: float) -> None:
-    np.testing.assert_allclose([m * chunk_cost(7 * k, 7, 7 * m, a) for k in range(m)], equal_chunk_costs(m, a))
+    np.testing.assert_allclose(costs, [0.7 + 0.3 * (2 * k + 1) / 8 for k in range(8)], atol=1e-4)
 
 
 def test_half_of_a_prompt_of_twice_the_parity_is_attention() -> None:
@@ -61,40 +57,31 @@ def test_half_of_a_prompt_of_twice_the_parity_is_attention() -> None:
 def test_ends_cut_the_cost_evenly(length: int, m: int, a: float) -> None:
     ends = equal_cost_ends(length, m, a)
     assert ends[-1] == pytest.approx(length)
-    costs = [chunk_cost(first, end - first, length, a) for first, end in zip([0.0, *ends], ends, strict=False)]
-    np.testing.assert_allclose(costs, 1 / m, rtol=1e-6, atol=1e-9)
+    np.testing.assert_allclose(part_of_cost(ends, length, a), 1 / m, rtol=1e-6, atol=1e-9)
 
 
-@given(st.integers(1, 3000), st.integers(1, 64), shares)
-def test_whole_chunks_have_all_tokens_and_are_smaller_and_smaller(length: int, m: int, a: float) -> None:
-    m = min(m, length)
-    sizes = equal_cost_chunks(length, m, a)
-    assert (len(sizes), sum(sizes)) == (m, length)
-    assert sizes == sorted(sizes, reverse=True)
-    assert sizes[-1] >= 1
+@given(st.integers(1, 3000), st.integers(1, 64), st.integers(1, 100), shares)
+def test_rounded_chunks_have_all_tokens_in_multiples_of_a_32nd(length: int, m: int, chunk: int, a: float) -> None:
+    for ends in (equal_cost_ends(length, m, a), levelled_ends(length, m, a)):
+        sizes = rounded(ends, length, chunk)
+        assert 1 <= len(sizes) <= m
+        assert sum(sizes[:-1]) < length <= sum(sizes)
+        assert all(size > 0 and size % max(1, chunk // 32) == 0 for size in sizes)
 
 
 @given(st.integers(1000, 10**6), st.integers(2, 16), shares)
 def test_costs_of_whole_chunks_differ_by_what_two_tokens_cost(length: int, m: int, a: float) -> None:
-    sizes = equal_cost_chunks(length, m, a)
-    firsts = np.cumsum([0, *sizes[:-1]])
-    costs = [chunk_cost(first, size, length, a) for first, size in zip(firsts.tolist(), sizes, strict=True)]
-    assert max(costs) - min(costs) <= 4 * chunk_cost(length - 1, 1, length, a)
+    ends = np.cumsum(rounded(equal_cost_ends(length, m, a), length, 1)).tolist()
+    a_token = part_of_cost([length - 1, length], length, a)[1]
+    assert np.ptp(part_of_cost(ends, length, a)) <= 2.01 * a_token
 
 
 def test_without_attention_chunks_are_equal() -> None:
-    assert equal_cost_chunks(64, 4, 0) == [16] * 4
-    assert equal_cost_chunks(10, 4, 0) == [3, 3, 2, 2]
+    assert rounded(equal_cost_ends(64, 4, 0), 64, 1) == [16] * 4
 
 
 def test_eight_chunks_where_attention_is_30_percent() -> None:
-    assert equal_cost_chunks(32768, 8, 0.3) == [5461, 4851, 4408, 4069, 3797, 3573, 3385, 3224]
-
-
-@pytest.mark.parametrize(("length", "m", "a"), [(3, 4, 0.5), (3, 0, 0.5), (3, 2, 1.5), (3, 2, -0.1)])
-def test_more_chunks_than_tokens_or_a_share_that_cannot_be_is_refused(length: int, m: int, a: float) -> None:
-    with pytest.raises(PlanError, match=r"give 1 to 3|it must be from 0 to 1"):
-        equal_cost_chunks(length, m, a)
+    assert rounded(equal_cost_ends(32768, 8, 0.3), 32768, 1) == [5461, 4851, 4408, 4069, 3797, 3573, 3385, 3224]
 
 
 def test_levelled_chunks_are_of_equal_length_up_to_the_level_and_then_of_equal_attention() -> None:
@@ -110,30 +97,23 @@ def test_levelled_chunks_are_of_equal_length_up_to_the_level_and_then_of_equal_a
     assert all(later <= before * (1 + 1e-9) for before, later in itertools.pairwise(sizes))
 
 
-def drain(sizes: list[float], a: float) -> float:
+def drain(ends: Sequence[float], a: float) -> float:
     """What each stage but one waits for in one program: the largest chunk's other work and the largest attention."""
-    edges = np.cumsum([0.0, *sizes]) / sum(sizes)
+    edges = np.array([0.0, *ends]) / ends[-1]
     return float((1 - a) * max(np.diff(edges)) + a * max(np.diff(edges**2)))
 
 
 @pytest.mark.parametrize("a", [0.05, 0.3, 0.7, 0.95])
 def test_levelled_chunks_wait_least_of_all_in_one_program(a: float) -> None:
     m, length = 32, 10**6
-    levelled = levelled_chunks(length, m, a)
+    levelled = levelled_ends(length, m, a)
     least = drain(levelled, a)
-    assert least < min(drain([1] * m, a), drain(equal_cost_chunks(length, m, a), a))
+    assert least < min(drain([*range(1, m + 1)], a), drain(equal_cost_ends(length, m, a), a))
     rng = np.random.default_rng(0)
+    sizes = np.diff([0.0, *levelled])
     for _ in range(200):
-        others = np.sort(np.array(levelled) * rng.uniform(0.9, 1.1, m))[::-1]
-        assert drain(others.tolist(), a) > 0.995 * least
-
-
-@given(st.integers(1, 3000), st.integers(1, 64), shares)
-def test_whole_levelled_chunks_have_all_tokens(length: int, m: int, a: float) -> None:
-    m = min(m, length)
-    sizes = levelled_chunks(length, m, a)
-    assert (len(sizes), sum(sizes), sizes[-1] >= 1) == (m, length, True)
-    assert sizes == sorted(sizes, reverse=True)
+        others = np.sort(sizes * rng.uniform(0.9, 1.1, m))[::-1]
+        assert drain(np.cumsum(others).tolist(), a) > 0.995 * least
 
 
 # What they cost a model
@@ -167,8 +147,9 @@ def test_attention_of_a_dense_model_grows_to_its_share_at_twice_the_parity() -> 
     config = config_of("llama-3.1-8b")
     at = parity(config, 512)
     assert at == 26624
-    assert attention_share(config, 2 * at) == pytest.approx(0.5, abs=1e-4)
-    assert attention_share(config, 32768) == pytest.approx(share_of_attention(32768, at), abs=1e-4)
+    for length, share in ((2 * at, 0.5), (32768, share_of_attention(32768, at))):
+        attention, others = attention_flops(config, 0, length).sum(), length * weight_flops(config).sum()
+        assert attention / (attention + others) == pytest.approx(share, abs=1e-4)
 
 
 def test_latent_attention_makes_keys_anew_for_each_chunk_so_that_smaller_chunks_have_them_dearer() -> None:
@@ -180,8 +161,9 @@ def test_a_window_on_every_layer_makes_equal_chunks_cost_the_same() -> None:
     assert parity(config_of("mistral-7b"), 512) == 0
 
 
-def test_a_boundary_of_48_tokens_of_deepseek_v3_in_bfloat16() -> None:
-    assert boundary_bytes(config_of("deepseek-v3"), 48, "bfloat16") == 688_128
+def test_a_boundary_of_48_or_36_tokens_of_deepseek_v3_in_bfloat16() -> None:
+    assert boundary_bytes(config_of("deepseek-v3"), 48, Plan(dtype="bfloat16")) == 688_128
+    assert boundary_bytes(config_of("deepseek-v3"), 36, Plan(dtype="bfloat16")) == 516_096
 
 
 def test_each_way_has_the_prompt_s_tokens_and_saves_where_it_is_meant_to() -> None:

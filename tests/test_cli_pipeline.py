@@ -9,7 +9,14 @@ import pytest
 from command_line import run
 from matplotlib import image
 
+from jaxpar.assets import model_dir
+from jaxpar.checkpoint import open_checkpoint
+from jaxpar.ledger.steps import make_steps
+from jaxpar.mesh import MeshSpec
+from jaxpar.pipeline import send_recv
 from jaxpar.pipeline.timetable import decode_timetable, prefill_timetable
+from jaxpar.plan import Phase, Plan
+from jaxpar.tables import human_bytes
 
 
 def output(*arguments: object) -> str:
@@ -83,6 +90,7 @@ def test_decode_of_a_model_says_uneven_stages_and_the_bytes_of_a_boundary() -> N
     )
     document = json.loads(output("deepseek-v3", *arguments, "--json"))
     assert (document["layers"], document["boundary_bytes"]) == ([17, 17, 17, 10], 688_128)
+    assert document["boundary_sent_bytes"] == 688_128
     assert max(document["stage_work"]) < 1.1 and document["stage_work"][3] < 0.75
 
 
@@ -94,6 +102,36 @@ def test_one_boundary_is_named_as_one_and_a_single_stage_has_none() -> None:
 def test_chunks_that_save_nothing_are_not_advised() -> None:
     out = output("llama-3-70b", "--pp", 4)
     assert out.endswith("--chunk-parity 52224 runs levelled chunks, which save nothing here\n")
+
+
+@pytest.mark.parametrize(
+    ("phase", "batch", "context", "useful", "sent", "rows"),
+    [
+        ("decode", 36, 128, 147_456, 262_144, "9 requests of a group, 16 rows with padding,"),
+        ("prefill", 1, 300, 4_915_200, 8_388_608, "300 tokens of a chunk, 512 rows with padding,"),
+        ("prefill", 3, 40, 1_966_080, 4_194_304, "120 tokens of a chunk, 256 rows with padding,"),
+    ],
+)
+def test_a_boundary_sends_the_rows_that_the_program_has_and_those_of_padding_are_named(
+    phase: Phase, batch: int, context: int, useful: int, sent: int, rows: str
+) -> None:
+    of_phase = ("--groups", 4) if phase == "decode" else ("--context", context)
+    arguments = ("llama-3-70b", "--pp", 4, "--phase", phase, "--batch", batch, *of_phase)
+    out, document = output(*arguments), json.loads(output(*arguments, "--json"))
+    assert f"sends {sent:,} bytes ({human_bytes(sent)}) an item, of which {useful:,} bytes" in out
+    assert f"are no padding: {rows} x 8192 in bfloat16" in out
+    assert (document["boundary_bytes"], document["boundary_sent_bytes"]) == (useful, sent)
+    plan = Plan(MeshSpec(pp=4), microbatches=0 if phase == "decode" else 1, dtype="bfloat16")
+    steps = make_steps(open_checkpoint(model_dir("llama-3-70b")).config, plan, phase, batch, context)
+    assert {row.message_bytes for step in steps for row in send_recv.traffic(step)} == {sent}
+
+
+def test_there_are_no_more_groups_than_requests() -> None:
+    arguments = ("llama-3-70b", "--phase", "decode", "--groups", 8, "--batch", 2, "--rounds", 2)
+    out = output(*arguments)
+    assert out.startswith("decode of llama-3-70b: 2 tokens of each of 2 groups through 4 stages in 9 ticks\n")
+    assert "leaves a stage idle in (p-g)/p = 2/4 of them: give 4 requests or more\n" in out
+    assert json.loads(output(*arguments, "--json"))["groups"] == 2
 
 
 def test_layers_of_one_window_need_no_unequal_chunks() -> None:

@@ -11,8 +11,9 @@ from oracle_data import ROOT
 import jaxpar
 from jaxpar import MeshSpec, Plan, PlanError
 from jaxpar.checkpoint import open_checkpoint
-from jaxpar.ledger.report import make_ledger, make_steps
+from jaxpar.ledger.report import make_ledger
 from jaxpar.ledger.rounds import count_rounds
+from jaxpar.ledger.steps import make_steps
 
 # What is refused
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections import Counter
 from dataclasses import replace
 from typing import Any
 
@@ -14,6 +15,7 @@ from command_line import run
 from sample_models import open_session, oracle_runner
 
 from jaxpar.assets import model_dir
+from jaxpar.batch import StepOutput
 from jaxpar.checkpoint import ModelConfig, read_config
 from jaxpar.devices import ensure_devices, make_mesh
 from jaxpar.errors import PlanError
@@ -22,7 +24,6 @@ from jaxpar.ledger.report import Ledger, make_ledger
 from jaxpar.ledger.traffic import Traffic
 from jaxpar.mesh import MeshSpec
 from jaxpar.plan import PHASES, Phase, Plan
-from jaxpar.program import StepOutput
 
 MIB = 2**20
 LLAMA_70B = read_config(model_dir("llama-3-70b"))
@@ -108,38 +109,52 @@ def test_a_cache_is_counted_as_the_pool_that_holds_it_and_as_the_tokens_that_nee
         ("tp=4", 1, 40, {"two_batch_overlap": True}),
         ("dp=2,cp=2,tp=2", 6, 38, {"two_batch_overlap": True, "layout": "contiguous"}),
         ("cp=3", 3, 75, {"two_batch_overlap": True, "layout": "zigzag"}),
+        ("pp=2", 1, 37, {}),
+        ("pp=2,tp=2", 5, 37, {"sequence_parallel": True}),
+        ("pp=2,cp=2", 7, 37, {"microbatches": 3}),
+        ("pp=2,dp=2", 5, 37, {"microbatches": 3, "chunk_parity": 20}),
+        ("pp=2,cp=2", 1, 60, {"chunk_parity": 20, "sequence_parallel": True}),
+        ("pp=2,ep=4", 5, 37, {"name": "qwen3_moe", "moe_dispatch": "standard"}),
     ],
 )
 def test_the_ledger_counts_the_shapes_that_a_session_runs(
     mesh: str, batch: int, seq: int, plan: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    runner = oracle_runner("llama_9_3", mesh, page_size=8, chunk=16, **plan)
-    ran: list[tuple[Phase, Any]] = []
+    runner = oracle_runner(**{"name": "llama_9_3", "mesh": mesh, "page_size": 8, "chunk": 16, **plan})
+    ran: list[tuple[Phase, int, str]] = []
 
     # Shapes are all that matters here: no step is compiled.
-    def watched(phase: Phase, *kind: Any) -> Any:
+    def watched(phase: Phase, logits: bool, sampled: bool, room: int) -> Any:
         def run(weights: Any, cache: Any, batch: Any) -> Any:
-            ran.append((phase, jax.tree.map(np.shape, (cache, batch))))
+            ran.append((phase, room, str(jax.tree.map(np.shape, (cache, batch)))))
             return cache, StepOutput(None, None, None, None, None)
 
         return run
 
     monkeypatch.setattr(runner.programs, "step", watched)
     for phase in PHASES:
+        ledger = make_ledger(runner.config, runner.plan, phase, batch, seq)
+        # In the first round of decode stages fill up, in the second one they are full.
+        rounds = 0 if phase == "prefill" else len(runner.plan.pipeline) + 1
+        session = open_session(runner, [[1] * (seq - rounds)] * batch, rounds)
         ran.clear()
-        session = open_session(runner, [[1] * (seq - (phase == "decode"))] * batch, phase == "decode")
         for _ in session.prefill():
             pass
-        if phase == "decode":
-            for _ in session.decode(dict.fromkeys(range(batch), 1)):
-                pass
-        ledger = make_ledger(runner.config, runner.plan, phase, batch, seq)
+        latest = dict.fromkeys(range(batch), 1)
+        for _ in range(rounds):
+            ran.clear()
+            for _ in range(sum(part.count for part in ledger.steps)):
+                for decoded in session.turn(latest):
+                    latest |= dict.fromkeys(decoded.rows, 1)
         counted = [
-            (phase, jax.tree.map(np.shape, runner.programs.abstract_arguments(part.step, ledger.pages)[1:]))
+            (phase, part.step.room, str(jax.tree.map(np.shape, arguments[1:])))
             for part in ledger.steps
+            for arguments in [runner.programs.abstract_arguments(part.step, ledger.pages)]
             for _ in range(part.count)
         ]
-        assert [step for step in ran if step[0] == phase] == counted
+        assert Counter(ran) == Counter(counted)
+        if phase == "prefill":
+            assert session.pipe.idle / (session.pipe.ticks * runner.plan.mesh.pp) == pytest.approx(ledger.idle_share)
 
 
 def test_weights_and_cache_are_counted_as_the_devices_hold_them() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 from pathlib import Path
 
@@ -9,11 +10,13 @@ import numpy as np
 import pytest
 from command_line import run
 from oracle_data import ROOT, load_oracle
+from rich.console import Console
 from sample_models import write_model
 
 import jaxpar
 from jaxpar import PlanError
 from jaxpar.checkpoint import open_checkpoint
+from jaxpar.cli.moe_stats import render
 from jaxpar.moe.stats import ExpertStats
 
 
@@ -55,9 +58,19 @@ def test_statistics_count_every_choice_and_other_commands_take_them(tmp_path: Pa
     assert counted.status == 0
 
 
+def test_over_stages_ticks_are_counted_and_called_so() -> None:
+    stats = ExpertStats(14, 4, np.ones((2, 1, 4)), np.ones((1, 2)), dropped=0, time=None)
+    document = stats.to_json()
+    assert (document["ticks"], "steps" in document) == (14, False)
+    console = Console(width=200, record=True, file=io.StringIO())
+    console.print(render(stats))
+    said = console.export_text()
+    assert "Tokens of each expert in 14 ticks" in said and "A token's layers fall into 4 ticks: of tokens under" in said
+
+
 def test_drift_is_the_part_of_the_tokens_that_went_elsewhere() -> None:
     halves = np.array([[[4, 4, 0, 0], [1, 1, 1, 1]], [[1, 1, 2, 0], [0, 0, 0, 0]]])
-    stats = ExpertStats(steps=2, halves=halves, rank_loads=np.ones((2, 2)), dropped=3, time=None)
+    stats = ExpertStats(steps=2, stages=1, halves=halves, rank_loads=np.ones((2, 2)), dropped=3, time=None)
     np.testing.assert_array_equal(stats.drift, [0.5, np.nan])
     first = stats.to_json()["layers"][0]
     assert (first["hottest"], first["hottest_by_half"]) == ([0, 1, 2], [[0, 1], [2, 0, 1]])

@@ -205,6 +205,30 @@ def test_a_decode_step_sends_every_request_s_hidden_state_once_over_each_boundar
     assert row.sent_bytes == 32 // sent * config.hidden_size * 2
 
 
+def boundaries(mesh: str, phase: Phase, batch: int, seq: int, **plan: Any) -> tuple[int, int, int, int]:
+    """Hops of an item, items, and rows that are sent and that are of no use."""
+    config = oracle_runner("qwen2_sliding", "tp=1").config
+    ledger = make_ledger(config, Plan(MeshSpec.parse(mesh), **plan), phase, batch, seq)
+    assert ledger.boundaries is not None
+    hops, items, *of_bytes = ledger.boundaries
+    # A rank that sends does so in every tick.
+    assert of_bytes[0] == hops * sum(row.sent_bytes for row in ledger.traffic if row.sublayer == "pipeline")
+    sent, unused = (count // (4 * config.hidden_size) for count in of_bytes)
+    return hops, items, sent, unused
+
+
+def test_all_boundaries_together_send_items_their_padding_and_padding_in_idle_ticks() -> None:
+    # 4 groups of 9 requests in 16 lanes, of 16 in as many, and 2 groups of one request in 4 ticks.
+    assert boundaries("pp=4", "decode", 36, 16) == (3, 4, 3 * 4 * 16, 3 * 4 * 7)
+    assert boundaries("pp=4", "decode", 64, 16) == (3, 4, 3 * 4 * 16, 0)
+    assert boundaries("pp=4", "decode", 2, 16) == (3, 2, 3 * 4, 3 * 2)
+    assert boundaries("pp=4,dp=2,tp=2", "decode", 4, 16) == (3, 2, 3 * 4, 3 * 2)
+    # 21 tokens are chunks of 16 and 5, in three ticks: 16 rows, 16 rows, and 8 for 5.
+    assert boundaries("pp=2", "prefill", 1, 21, chunk=16) == (1, 2, 16 + 16 + 8, 16 + 16 + 8 - 21)
+    # A slice of the first 8 rows of each chunk has 8 and 5 real ones.
+    assert boundaries("pp=2,tp=2", "prefill", 1, 21, chunk=16, sequence_parallel=True) == (1, 2, 8 * 3, 8 * 3 - 8 - 5)
+
+
 def test_a_split_residual_stream_sends_a_slice_of_its_rows() -> None:
     config = oracle_runner("qwen2_sliding", "tp=1").config
     whole, split = (

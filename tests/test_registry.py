@@ -14,9 +14,10 @@ from typing import Any
 import jax
 import pytest
 from every_plan import CHOICES, every_program
+from registry_models import CONFIG, LATENT, LAYERS
 from uniform import uniform_control_violations
 
-from jaxpar.checkpoint.config import MLAConfig, ModelConfig, RopeConfig
+from jaxpar.checkpoint.config import ModelConfig
 from jaxpar.devices import abstract_mesh
 from jaxpar.errors import PlanError
 from jaxpar.ledger.flops import trace_flops
@@ -29,38 +30,6 @@ from jaxpar.program import Programs
 from jaxpar.registry import STRATEGIES, chosen, find
 from jaxpar.strategies import Step, Strategy
 
-LAYERS = 3
-CONFIG = ModelConfig(
-    model_type="qwen3",
-    vocab_size=101,
-    hidden_size=24,
-    intermediate_size=34,
-    num_hidden_layers=LAYERS,
-    num_attention_heads=9,
-    num_key_value_heads=3,
-    head_dim=8,
-    max_position_embeddings=64,
-    rms_norm_eps=1e-6,
-    tie_word_embeddings=True,
-    rope=RopeConfig(),
-    windows=(None, 5, None),
-    qkv_bias=True,
-    o_bias=True,
-    mlp_bias=True,
-    qk_norm=True,
-    sinks=True,
-)
-LATENT = replace(
-    CONFIG,
-    num_hidden_layers=1,
-    num_key_value_heads=9,
-    head_dim=10,
-    windows=(None,),
-    qkv_bias=False,
-    qk_norm=False,
-    sinks=False,
-    mla=MLAConfig(q_lora_rank=14, kv_lora_rank=12, qk_nope_head_dim=6, qk_rope_head_dim=4, v_head_dim=7),
-)
 MESHES = ["tp=1", "dp=8", "tp=3", "dp=2,tp=4", "dp=4,ep=2,tp=8"]
 CP_MESHES = ["cp=3,tp=2", "dp=2,cp=2,tp=2", "dp=2,cp=4,tp=8"]
 # Three layers: of two stages the second has an empty slot, of three each has one with a window of its own.

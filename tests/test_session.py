@@ -15,11 +15,12 @@ from hypothesis import strategies as st
 from sample_models import open_session, write_model
 
 import jaxpar
+from jaxpar.batch import StepBatch
 from jaxpar.engine.lanes import assign
 from jaxpar.engine.sizes import lanes_of
 from jaxpar.mesh import MeshSpec
 from jaxpar.plan import PHASES, Phase, Plan
-from jaxpar.program import Programs, StepBatch
+from jaxpar.program import Programs
 from jaxpar.runner import Runner
 from jaxpar.vocabulary.sampling import SamplingArrays
 

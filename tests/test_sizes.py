@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
@@ -78,6 +80,16 @@ def test_chunks_follow_one_another_and_are_no_more_than_equal_ones(longest: int,
 def test_levelled_chunks_are_equal_first_and_smaller_after_in_multiples_of_a_32nd() -> None:
     sizes = [size for _, size in prefill_chunks(8192, Plan(chunk=512, chunk_parity=4096))]
     assert sizes == [608, 592, 608, 608, 592, 608, 608, 592, 544, 480, 448, 432, 400, 368, 368, 336]
+
+
+@given(st.integers(1, 50000), st.integers(1, 700), st.sampled_from([1, 30, 2000, 26624]))
+def test_no_levelled_chunk_exceeds_one_before_it_but_for_rounding(longest: int, chunk: int, parity: int) -> None:
+    sizes = [size for _, size in prefill_chunks(longest, Plan(chunk=chunk, chunk_parity=parity))]
+    assert all(later <= before + 2 * max(1, chunk // 32) for before, later in itertools.pairwise(sizes))
+
+
+def test_rounding_may_give_a_later_chunk_what_an_earlier_one_lacks() -> None:
+    assert [*prefill_chunks(1000, Plan(chunk=512, chunk_parity=26624))] == [(0, 496), (496, 512)]
 
 
 def test_a_shorter_prompt_is_cut_where_the_longest_beside_it_is() -> None:

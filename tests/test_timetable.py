@@ -45,9 +45,9 @@ def test_an_item_is_on_every_stage_once_one_after_the_other(timetable: Timetable
         stages, ticks = np.nonzero(timetable.slots == item)
         assert stages.tolist() == [*range(timetable.stages)]
         assert ticks.tolist() == [entry + stage for stage in range(timetable.stages)]
-        assert [timetable.item(entry + stage, stage) for stage in range(timetable.stages)] == [item] * timetable.stages
-    assert timetable.item(0, 0) == 0
-    assert timetable.stages == 1 or timetable.item(0, 1) is None
+        assert [timetable.slots[stage, entry + stage] for stage in range(timetable.stages)] == [item] * timetable.stages
+    assert timetable.slots[0, 0] == 0
+    assert timetable.stages == 1 or timetable.slots[1, 0] == -1
     assert timetable.slots[:, -1].any() or timetable.items == 1, "it ends with the last item"
 
 
@@ -132,9 +132,7 @@ def test_a_tick_of_lockstep_lasts_as_long_as_its_slowest_busy_stage(timetable: T
     costs = with_costs(timetable)
     step = lockstep(timetable, costs)
     slowest = [
-        max(
-            costs[item, stage] for stage in range(timetable.stages) if (item := timetable.item(tick, stage)) is not None
-        )
+        max(costs[item, stage] for stage in range(timetable.stages) if (item := timetable.slots[stage, tick]) >= 0)
         if (timetable.slots[:, tick] >= 0).any()
         else 0
         for tick in range(timetable.ticks)

@@ -50,8 +50,9 @@ def ledger(
     from jaxpar.ledger.compare import compare_answers
     from jaxpar.ledger.render import render
     from jaxpar.ledger.render_compare import render_answers
-    from jaxpar.ledger.report import make_ledger, make_steps
+    from jaxpar.ledger.report import make_ledger
     from jaxpar.ledger.rounds import loads_of
+    from jaxpar.ledger.steps import make_steps
     from jaxpar.moe.loads import read_loads
     from jaxpar.presets import resolve_mesh
     from jaxpar.registry import chosen

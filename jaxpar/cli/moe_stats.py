@@ -31,7 +31,7 @@ def render(stats: ExpertStats) -> Group:
     ]
     columns = ("layer", "tokens an expert", "hottest", "first half", "second half", "drift")
     return Group(
-        _loads(f"Tokens of each expert in {counted(stats.steps, 'step')}", "expert", stats.loads),
+        _loads(f"Tokens of each expert in {counted(stats.steps, stats.unit)}", "expert", stats.loads),
         "",
         _loads("Tokens of each rank, copies sharing evenly", "rank", stats.rank_loads),
         "",
@@ -54,6 +54,11 @@ def _loads(title: str, what: str, loads: np.ndarray) -> Table:
 
 def _remarks(stats: ExpertStats) -> list[str]:
     lines = [f"{counted(stats.dropped, 'row')} dropped on the way to experts"]
+    if stats.stages > 1:
+        lines.append(
+            f"A token's layers fall into {counted(stats.stages, 'tick')}: of tokens under way in the middle, the first "
+            "half of the ticks has the layers of the first stages, and the second half the others"
+        )
     if stats.time is not None:
         lines.append(
             f"Of the mean device's time {stats.time.dispatch:.1%} is dispatch to experts, {stats.time.experts:.1%} the "

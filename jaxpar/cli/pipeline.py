@@ -83,8 +83,9 @@ def pipeline(
 
     found = None if model is None else _OfModel(model, phase, pp, context, chunk, stages, batch, dtype, groups)
     if phase == "decode":
-        timetable = decode_timetable(groups or pp, rounds or _ROUNDS, pp)
-        what = f"{counted(rounds or _ROUNDS, 'token')} of each of {counted(groups or pp, 'group')}"
+        in_turn = found.groups if found is not None else groups or pp
+        timetable = decode_timetable(in_turn, rounds or _ROUNDS, pp)
+        what = f"{counted(rounds or _ROUNDS, 'token')} of each of {counted(in_turn, 'group')}"
     elif found is not None:
         timetable = found.ways["equal"].timetable
         what = f"{counted(found.length, 'token')} in {counted(timetable.items, 'chunk')}"
@@ -103,7 +104,7 @@ def pipeline(
         return
     OUT.print(f"{head}\n", markup=False)
     OUT.print(timetable_table(timetable))
-    OUT.print(f"\n{bubble(timetable)}", markup=False)
+    OUT.print(f"\n{bubble(timetable, found.requests if found is not None else None)}", markup=False)
     if found is not None:
         found.show()
     if png is not None:
@@ -130,6 +131,7 @@ class _OfModel:
     ) -> None:
         from jaxpar.assets import model_dir
         from jaxpar.checkpoint import open_checkpoint
+        from jaxpar.engine.sizes import groups_in, lanes_of, local_tokens, prefill_chunks
         from jaxpar.mesh import MeshSpec
         from jaxpar.pipeline.costs import boundary_bytes, by_stage, head_flops, weight_flops
         from jaxpar.pipeline.prompt import three_ways
@@ -137,7 +139,14 @@ class _OfModel:
         from jaxpar.plan import Plan
 
         config = open_checkpoint(model_dir(model)).config
-        plan = Plan(MeshSpec(pp=pp), stages=stages or "even", chunk=chunk or Plan.chunk, dtype=dtype or config.dtype)
+        # The chunks of one group follow one another in prefill, and all groups in decode.
+        plan = Plan(
+            MeshSpec(pp=pp),
+            stages=stages or "even",
+            microbatches=1 if phase == "prefill" else groups or pp,
+            chunk=chunk or Plan.chunk,
+            dtype=dtype or config.dtype,
+        )
         self.layers = layers_of_stages(config, plan)
         self.ways: dict[str, Chunked] = {}
         if phase == "prefill":
@@ -149,15 +158,22 @@ class _OfModel:
                 )
             self.parity, self.ways = three_ways(config, plan, self.length)
             self.work = self.ways["equal"].costs.sum(axis=0)
-            self.rows = (batch or 1) * min(plan.chunk, self.length)
-            self.rows_are = f"{counted(self.rows, 'token')} of a chunk"
+            requests = batch or 1
+            rows = requests * min(plan.chunk, self.length)
+            what = f"{counted(rows, 'token')} of a chunk"
+            tokens = max(local_tokens(size, plan) for _, size in prefill_chunks(self.length, plan))
         else:
             self.work = by_stage(weight_flops(config), self.layers)
             self.work[-1] += head_flops(config)
-            self.rows = -(-(batch or groups or pp) // (groups or pp))
-            self.rows_are = f"{counted(self.rows, 'request')} of a group"
+            requests, tokens = batch or plan.groups, 1
+            self.groups = groups_in(requests, plan)
+            rows = -(-requests // self.groups)
+            what = f"{counted(rows, 'request')} of a group"
+        self.requests = requests
+        sent = lanes_of(requests, plan) * tokens
+        self.rows_are = what if sent == rows else f"{what}, {sent} rows with padding,"
         self.dtype, self.hidden = plan.dtype, config.hidden_size
-        self.boundary = boundary_bytes(config, self.rows, plan.dtype)
+        self.useful, self.sent = (boundary_bytes(config, count, plan) for count in (rows, sent))
 
     def document(self) -> dict[str, Any]:
         from jaxpar.pipeline.render import chunks_json
@@ -165,7 +181,8 @@ class _OfModel:
         document = {
             "layers": [*self.layers],
             "stage_work": (self.work / self.work.mean()).tolist(),
-            "boundary_bytes": self.boundary,
+            "boundary_bytes": self.useful,
+            "boundary_sent_bytes": self.sent,
             "boundaries": len(self.layers) - 1,
         }
         if not self.ways:
@@ -179,9 +196,11 @@ class _OfModel:
         OUT.print(stages_table(self.layers, self.work))
         if hops := len(self.layers) - 1:
             which = f"Each of {hops} boundaries" if hops > 1 else "The boundary"
+            of_use = "" if self.sent == self.useful else f", of which {_in_bytes(self.useful)} are no padding"
             OUT.print(
-                f"\n{which} sends {self.boundary:,} bytes ({human_bytes(self.boundary)}) an item: {self.rows_are} x "
-                f"{self.hidden} in {self.dtype}"
+                f"\n{which} sends {_in_bytes(self.sent)} an item{of_use}: "
+                f"{self.rows_are} x {self.hidden} in {self.dtype}",
+                markup=False,
             )
         if not self.ways:
             return
@@ -198,6 +217,10 @@ class _OfModel:
             )
         else:
             OUT.print("\nNo layer attends to all of the context: equal chunks cost the same")
+
+
+def _in_bytes(count: int) -> str:
+    return f"{count:,} bytes ({human_bytes(count)})"
 
 
 def _refuse(options: Mapping[str, object], why: str) -> None:

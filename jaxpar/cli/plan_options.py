@@ -33,7 +33,7 @@ _HELP: dict[str, str] = {
     "sequence_parallel": "Split the residual stream over tp along its tokens.",
     "collective_matmul": "With sequence_parallel: prefill products send as they go.",
     "microbatches": "Groups of a replica's requests that follow one another over pp; 0: one a stage.",
-    "chunk": "Most tokens of a prompt that one prefill step takes.",
+    "chunk": "Most tokens of a prompt that one prefill step takes; with --chunk-parity about the most in the mean.",
     "chunk_parity": "Context at which attention costs as much as the rest: levels chunks; 0: equal ones.",
     "page_size": "Tokens of a KV cache page.",
 }

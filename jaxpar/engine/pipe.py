@@ -17,9 +17,10 @@ from typing import Any
 import jax
 import numpy as np
 
+from jaxpar.batch import StepBatch, StepOutput
 from jaxpar.engine.room import room_of
 from jaxpar.plan import Phase
-from jaxpar.program import Programs, StepBatch, StepOutput, Weights
+from jaxpar.program import Programs, Weights
 from jaxpar.strategies import Step
 
 
@@ -91,7 +92,7 @@ class Pipe:
         step = Step(self._programs.config, plan, phase, lanes, width, keys, logits, sampled)
         real = (batch.positions >= 0).reshape(-1, ranks, width).sum(axis=2)
         program = self._programs.step(phase, logits, sampled, room_of(real, step))
-        cache = self._programs.flow_into(self._cache, step, fresh=(phase, lanes) != self._kind)
+        cache = self._programs.flow.into(self._cache, step, fresh=(phase, lanes) != self._kind)
         self._kind = phase, lanes
         self._cache, output = program(self._weights, cache, batch)
         self._programs.note(output)

@@ -7,14 +7,16 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from jaxpar.batch import StepBatch, StepOutput
 from jaxpar.engine.lanes import assign
 from jaxpar.engine.pipe import Item, Left, Pipe
 from jaxpar.engine.prefill import Part, PrefillStep, cuts_of, prefill_steps
 from jaxpar.engine.requests import SamplingParams
 from jaxpar.engine.sizes import stored_by_rank, table_width
+from jaxpar.engine.ticks import kept_width
 from jaxpar.layout import deal, owner
 from jaxpar.plan import Phase
-from jaxpar.program import Programs, StepBatch, StepOutput, Weights
+from jaxpar.program import Programs, Weights
 from jaxpar.vocabulary.sampling import SamplingArrays
 
 
@@ -89,8 +91,7 @@ class Session:
         The output of a chunk has the next token of the requests that end in it, or with `logits` those of every token.
         """
         steps = list(prefill_steps([len(prompt) for prompt in self._prompts], self._plan))
-        # Slices of a lane's rows over tp cannot change their size on the way.
-        widest = max(step.tokens for step in steps) if self._plan.pipeline and self._plan.sequence_parallel else 0
+        widest = kept_width([step.tokens for step in steps], self._plan)
         for step in steps:
             for left in self._tick("prefill", self._prefill_item(step, max(step.tokens, widest)), logits):
                 yield self._chunk(left)

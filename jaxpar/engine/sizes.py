@@ -53,8 +53,9 @@ def prefill_chunks(longest: int, plan: Plan) -> Iterator[tuple[int, int]]:
 
     Each takes `plan.chunk` tokens; the last one as few as hold the rest, a power of two or the chunk. With a
     `chunk_parity` they are levelled instead (`pipeline/chunks.py`), in multiples of a 32nd of `plan.chunk`. There
-    are no more of them than of equal ones: the first are larger than `plan.chunk`, which is what they have in the mean,
-    and the last are smaller.
+    are no more of them than of equal ones. But for this rounding, which may add to a later one what an earlier one
+    lacks, none is larger than one before it. The first are larger than the mean, so that they may exceed `plan.chunk`,
+    which is about the most that chunks have in the mean.
     """
     if plan.chunk_parity and longest > plan.chunk:
         ends = levelled_ends(longest, -(-longest // plan.chunk), share_of_attention(longest, plan.chunk_parity))

@@ -5,7 +5,7 @@ The engine runs these ticks one by one (`engine/pipe.py`), and the ledger counts
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -27,11 +27,18 @@ class Tick(NamedTuple):
     real: np.ndarray
 
 
+def kept_width(widths: Iterable[int], plan: Plan) -> int:
+    """The least tokens of a lane in a tick, of items that have so many: slices of rows cannot change size on the way.
+
+    Where stages pass on whole lanes their widths follow the items, and this is 0.
+    """
+    return max(widths) if plan.pipeline and plan.row_slices("prefill") else 0
+
+
 def all_ticks(items: Sequence[Tick], plan: Plan) -> Iterator[Tick]:
     """The ticks in which items go through empty stages one after another, until these are empty again."""
     stages, keys = plan.mesh.pp, 0
-    # Slices of a lane's rows over tp cannot change their size on the way.
-    widest = max(item.tokens for item in items) if plan.pipeline and plan.sequence_parallel else 0
+    widest = kept_width([item.tokens for item in items], plan)
     for tick in range(len(items) + stages - 1):
         held = [items[tick - stage] if 0 <= tick - stage < len(items) else None for stage in range(stages)]
         keys = max([keys, *(item.keys for item in held if item is not None)])

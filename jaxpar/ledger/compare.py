@@ -21,8 +21,8 @@ from jaxpar.devices import abstract_mesh
 from jaxpar.errors import PlanError
 from jaxpar.ledger.memory import Memory, memory_of
 from jaxpar.ledger.predict import predict_steps
-from jaxpar.ledger.report import make_steps
 from jaxpar.ledger.rounds import loads_of
+from jaxpar.ledger.steps import make_steps
 from jaxpar.ledger.traffic import Traffic
 from jaxpar.plan import Phase, Plan
 from jaxpar.program import Programs

@@ -39,7 +39,22 @@ def _stages(ledger: Ledger) -> list[RenderableType]:
     if len(ledger.stages) == 1:
         return []
     layers = ", ".join(map(str, ledger.stages))
-    return [Text(f"Stages of {layers} layers; a step is a tick of all of them, and {ledger.idle_share:.2%} are idle")]
+    lines = [Text(f"Stages of {layers} layers; a step is a tick of all of them, and {ledger.idle_share:.2%} are idle")]
+    return [*lines, *_boundaries(ledger)]
+
+
+def _boundaries(ledger: Ledger) -> list[RenderableType]:
+    sent, mesh = ledger.boundaries, ledger.plan.mesh
+    if sent is None:
+        return []
+    ranks = [f"rank of {axis}" for axis in mesh.active(("cp", "tp"))]
+    first = " and ".join(["replica"] * (mesh.dp * mesh.ep > 1) + ranks)
+    line = (
+        f"All boundaries together{first and f', of the first {first}'}: {sent.sent_bytes:,} bytes in "
+        f"{counted(sent.hops, 'hop')} of each of {counted(sent.items, 'item')}, "
+        f"{sent.unused_bytes:,} of them padding and idle ticks"
+    )
+    return [Text(line)]
 
 
 def _steps(ledger: Ledger) -> RenderableType:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import jax
@@ -15,24 +15,20 @@ from numpy.typing import ArrayLike
 from jaxpar.attention.planes import values_a_token
 from jaxpar.checkpoint.config import ModelConfig
 from jaxpar.devices import abstract_mesh
-from jaxpar.engine.prefill import prefill_steps
-from jaxpar.engine.room import room_of, tokens_of_decode, tokens_of_prefill
-from jaxpar.engine.sizes import groups_in, lanes_of
-from jaxpar.engine.ticks import Tick, all_ticks, round_of_ticks
-from jaxpar.errors import PlanError
+from jaxpar.ledger.boundaries import Boundaries, boundaries_of
 from jaxpar.ledger.compiled import Change, compare_compiled
 from jaxpar.ledger.flops import trace_flops
-from jaxpar.ledger.held import Held
 from jaxpar.ledger.hlo import parse_collectives
 from jaxpar.ledger.latents import Latents
 from jaxpar.ledger.memory import memory_of
 from jaxpar.ledger.predict import predict_flops, predict_traffic
 from jaxpar.ledger.rounds import Rounds, all_flops, all_rounds, count_rounds, loads_of
+from jaxpar.ledger.steps import make_items, make_steps
 from jaxpar.ledger.trace import trace_traffic
 from jaxpar.ledger.traffic import Traffic, compare, merge, times
 from jaxpar.ledger.work import Work, prefill_work
 from jaxpar.pipeline.stages import layers_of_stages
-from jaxpar.plan import PHASES, Phase, Plan
+from jaxpar.plan import Phase, Plan
 from jaxpar.program import Programs
 from jaxpar.registry import reasons
 from jaxpar.strategies import Choice, Step
@@ -84,7 +80,8 @@ class Ledger:
     Over pp a step of the program is a tick of the pipeline, in which each stage works on a group of requests: a decode
     step is as many ticks as all groups take one after another, a prefill all ticks until the pipeline is empty again.
 
-    `stages` are the layers of each stage, and `idle_share` the part of all ticks in which a stage has nothing to do.
+    `stages` are the layers of each stage, `idle_share` the part of all ticks in which a stage has nothing to do, and
+    `boundaries` what all stages send on together, None of a single stage.
     `steps` are those of different sizes, in order. Sizes are those that the engine runs: lanes, tokens, page tables and
     the pool of `pages` pages are rounded up. `cache_bytes` is the pool that a rank holds, `needed_cache_bytes` the part
     that the tokens asked for need, `copied_cache_bytes` what of all ranks' pools other ranks of tp hold, too, or is
@@ -98,6 +95,7 @@ class Ledger:
     seq: int
     stages: tuple[int, ...]
     idle_share: float
+    boundaries: Boundaries | None
     steps: list[StepLedger]
     pages: int
     weight_bytes: int
@@ -152,6 +150,7 @@ class Ledger:
             "context": self.seq,
             "stages": self.stages,
             "idle_share": self.idle_share,
+            "boundaries": self.boundaries and self.boundaries._asdict(),
             "steps": [_step_json(part) for part in self.steps],
             "traffic": [row.to_json() for row in self.traffic],
             "sent_bytes": self.sent_bytes,
@@ -187,44 +186,6 @@ def _step_json(part: StepLedger) -> dict[str, Any]:
     }
 
 
-def make_steps(
-    config: ModelConfig, plan: Plan, phase: Phase, batch: int, seq: int, sampled: bool = False
-) -> list[Step]:
-    """The steps of the program that `batch` requests of `seq` tokens take, in order: with stages its ticks.
-
-    Raises:
-        PlanError: an unknown phase, numbers below 1, or more tokens than the model's context.
-    """
-    if phase not in PHASES:
-        raise PlanError(f"phase={phase!r} is unknown: use {' or '.join(PHASES)}")
-    for name, value in (("batch", batch), ("context", seq)):
-        if value < 1:
-            raise PlanError(f"{name}={value}: it must be at least 1")
-    context = config.max_position_embeddings
-    if seq > context:
-        raise PlanError(
-            f"{seq} tokens of a request are more than the model's {context} positions: ask for {context} or less"
-        )
-    held = Held(phase, batch, seq, plan)
-    if phase == "decode":
-        items = [
-            Tick(lanes_of(batch, plan), 1, held.keys(seq), tokens_of_decode(batch, group, plan))
-            for group in range(groups_in(batch, plan))
-        ]
-        ticks = round_of_ticks(items, plan)
-    else:
-        items = [
-            Tick(step.lanes, step.tokens, held.keys(min(step.offset + step.size, seq)), tokens_of_prefill(step, plan))
-            for step in prefill_steps([seq] * batch, plan)
-        ]
-        ticks = all_ticks(items, plan)
-    steps = []
-    for tick in ticks:
-        step = Step(config, plan, phase, tick.lanes, tick.tokens, tick.keys, sampled=sampled)
-        steps.append(replace(step, room=room_of(tick.real, step)))
-    return steps
-
-
 def make_ledger(
     config: ModelConfig,
     plan: Plan,
@@ -252,6 +213,7 @@ def make_ledger(
     """
     layers = loads_of(config, loads)
     steps = make_steps(config, plan, phase, batch, seq, sampled)
+    items = make_items(plan, phase, batch, seq)
     programs = Programs(config, plan, mesh or abstract_mesh(plan.mesh))
     memory = memory_of(programs, phase, batch, seq)
     counted = [_count(programs, step, count, memory.pages, layers) for step, count in Counter(steps).items()]
@@ -262,19 +224,14 @@ def make_ledger(
         batch=batch,
         seq=seq,
         stages=layers_of_stages(config, plan),
-        idle_share=_idle_share(phase, batch, len(steps), plan),
+        idle_share=1 - len(items) / len(steps),
+        boundaries=boundaries_of(items, steps) if plan.pipeline else None,
         steps=counted,
         **memory._asdict(),
         latents=_latents(programs, batch * seq * values_a_token(config, Plan())) if config.mla else None,
         work=prefill_work(config, plan, seq, batch) if phase == "prefill" else None,
         compiled=_compile(programs, mesh, largest, memory.pages) if isinstance(mesh, Mesh) else None,
     )
-
-
-def _idle_share(phase: Phase, batch: int, ticks: int, plan: Plan) -> float:
-    """Of the ticks of a prefill, or of those between one token of each request and the next."""
-    items = groups_in(batch, plan) if phase == "decode" else ticks - plan.mesh.pp + 1
-    return 1 - items / ticks
 
 
 def _latents(programs: Programs, values: int) -> Latents:

@@ -19,6 +19,7 @@ import numpy as np
 from jax.sharding import NamedSharding
 from numpy.typing import ArrayLike
 
+from jaxpar.batch import StepOutput
 from jaxpar.checkpoint.config import MoEConfig
 from jaxpar.ledger.predict import local_bytes
 from jaxpar.ledger.rounds import loads_of
@@ -28,7 +29,7 @@ from jaxpar.moe.moves import keep_in_place, plan_moves
 from jaxpar.moe.placement import first_slots, groups_and_nodes, place_experts, slot_map
 from jaxpar.moe.relocate import relocation
 from jaxpar.nn.moe import EXPERT_ARRAYS
-from jaxpar.program import Programs, StepOutput, Weights
+from jaxpar.program import Programs, Weights
 
 WINDOW = 128
 """The most steps whose loads decide."""

@@ -3,6 +3,10 @@
     steps     1 2 3 4 | 5 6 7 8
     halves    p       | q             drift = the sum of |p - q| / 2 over experts: the part of the tokens that moved
 
+Over stages ticks are counted. In one tick layers of different stages have different tokens, and a token's layers fall
+into ticks that follow one another: of tokens under way at the cut the first half has the layers of the first stages
+only, and the second half the others.
+
 Steps count on their devices in any case; here the counts are kept and read.
 """
 
@@ -15,11 +19,12 @@ from typing import Any
 
 import numpy as np
 
+from jaxpar.batch import StepOutput
 from jaxpar.errors import PlanError
 from jaxpar.moe.balance import device_loads, over_mean
 from jaxpar.moe.placement import first_slots
 from jaxpar.profile import ProfileSummary
-from jaxpar.program import Programs, StepOutput
+from jaxpar.program import Programs
 
 HOTTEST = 4
 """Experts that are named as the hottest of a layer."""
@@ -39,16 +44,23 @@ class TimeShares:
 class ExpertStats:
     """Of each of L layers with E experts over P ranks, in tokens; a token counts once for each expert that it chose.
 
-    `halves` [2, L, E] are the loads of the experts in the first and in the second half of the steps, `rank_loads`
+    `steps` have run, with more than one of `stages` each of them a tick of all. `halves` [2, L, E] are the loads of the
+    experts in the first and in the second half of the steps, cut at the same step for all layers, `rank_loads`
     [L, P] those of ranks, where the experts lay in each step and copies share evenly; `dropped` the rows for which
     `moe_capacity` had no room; `time` None where no profile was taken.
     """
 
     steps: int
+    stages: int
     halves: np.ndarray
     rank_loads: np.ndarray
     dropped: int
     time: TimeShares | None
+
+    @property
+    def unit(self) -> str:
+        """What `steps` are: steps, or ticks of a pipeline."""
+        return "step" if self.stages == 1 else "tick"
 
     @property
     def loads(self) -> np.ndarray:
@@ -68,7 +80,7 @@ class ExpertStats:
         """All of it as JSON types."""
         experts, ranks = over_mean(self.loads.astype(float)).max(axis=1), over_mean(self.rank_loads).max(axis=1)
         return {
-            "steps": self.steps,
+            f"{self.unit}s": self.steps,
             "loads": self.loads.tolist(),
             "rank_loads": self.rank_loads.tolist(),
             "layers": [
@@ -99,7 +111,8 @@ class ExpertRecord:
 
     def __init__(self, programs: Programs, slots: Callable[[], np.ndarray]) -> None:
         """`slots` gives the expert of each slot now [L, slots]."""
-        self._ranks, self._slots = programs.plan.mesh.extent(programs.plan.experts), slots
+        plan = programs.plan
+        self._ranks, self._stages, self._slots = plan.mesh.extent(plan.experts), plan.mesh.pp, slots
         self._unread: list[tuple[Any, Any, np.ndarray]] = []
         self._steps: list[np.ndarray] = []
         self._rank_loads: list[np.ndarray] = []
@@ -124,7 +137,8 @@ class ExpertRecord:
         steps = np.stack(self._steps)
         halves = np.stack([steps[:middle].sum(axis=0), steps[middle:].sum(axis=0)])
         time = None if profile is None else TimeShares(profile.share("moe_dispatch"), profile.share("experts"))
-        return ExpertStats(len(self._steps), halves, np.sum(self._rank_loads, axis=0), self._dropped, time)
+        ranks = np.sum(self._rank_loads, axis=0)
+        return ExpertStats(len(self._steps), self._stages, halves, ranks, self._dropped, time)
 
     def _read(self) -> None:
         for counts, dropped, slots in self._unread:

@@ -20,28 +20,12 @@ While the pipe fills and drains its stages wait for p - 1 chunks, and for the de
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-
-from jaxpar.errors import PlanError
-
-Ends = Callable[[int, int, float], list[float]]
-"""(length, m, a) -> where each of m chunks ends, in tokens; the last at `length`."""
+from collections.abc import Sequence
 
 
 def share_of_attention(length: int, parity: float) -> float:
     """The part of a prompt's cost that attention over positions is."""
     return length / (length + 2 * parity)
-
-
-def equal_chunk_costs(m: int, a: float) -> list[float]:
-    """What each of m chunks of equal length costs, over their mean."""
-    return [(1 - a) + a * (2 * k + 1) / m for k in range(m)]
-
-
-def chunk_cost(first: float, size: float, length: float, a: float) -> float:
-    """What `size` tokens from token `first` on cost of a prompt of `length`, all of which is 1."""
-    u, v = first / length, (first + size) / length
-    return (v - u) * ((1 - a) + a * (u + v))
 
 
 def equal_cost_ends(length: int, m: int, a: float) -> list[float]:
@@ -75,25 +59,6 @@ def level(a: float) -> float:
     return high
 
 
-def equal_cost_chunks(length: int, m: int, a: float) -> list[int]:
-    """Tokens of each of m chunks whose costs are as equal as whole tokens allow; none is larger than one before it.
-
-    Args:
-        length: of the prompt.
-        m: chunks, of a token at least each.
-        a: the share of attention over positions in the prompt's cost, 0 to 1.
-
-    Raises:
-        PlanError: more chunks than tokens, none at all, or a share that cannot be.
-    """
-    return _whole(equal_cost_ends, length, m, a)
-
-
-def levelled_chunks(length: int, m: int, a: float) -> list[int]:
-    """Tokens of each of m levelled chunks; arguments and errors as `equal_cost_chunks`."""
-    return _whole(levelled_ends, length, m, a)
-
-
 def rounded(ends: Sequence[float], length: int, chunk: int) -> list[int]:
     """Tokens of chunks that end near `ends`, in multiples of a 32nd of `chunk`, of which there are few.
 
@@ -108,16 +73,3 @@ def rounded(ends: Sequence[float], length: int, chunk: int) -> list[int]:
         sizes.append(size)
         first += size
     return [*sizes, -(-(length - first) // step) * step]
-
-
-def _whole(ends: Ends, length: int, m: int, a: float) -> list[int]:
-    if not 1 <= m <= length:
-        raise PlanError(f"{m} chunks of {length} tokens: give 1 to {length}")
-    if not 0 <= a <= 1:
-        raise PlanError(f"a share of attention of {a}: it must be from 0 to 1")
-    sizes, first = [], 0
-    for k, end in enumerate(ends(length, m, a)):
-        after = min(max(round(end), first + 1), length - (m - 1 - k))
-        sizes.append(after - first)
-        first = after
-    return sorted(sizes, reverse=True)

@@ -13,6 +13,7 @@ import numpy as np
 
 from jaxpar.checkpoint.config import ModelConfig
 from jaxpar.pipeline.balance import layer_work
+from jaxpar.plan import Plan
 
 
 def pairs(first: int, after: int, window: int | None) -> int:
@@ -39,12 +40,6 @@ def attention_flops(config: ModelConfig, first: int, size: int) -> np.ndarray:
     """FLOPs of attention over positions, of a chunk of `size` tokens from `first` on, in each layer [layers]."""
     of_layers = [pair_flops(config) * pairs(first, first + size, window) for window in config.windows]
     return np.array(of_layers, np.float64) + first * _expanded(config)
-
-
-def attention_share(config: ModelConfig, length: int) -> float:
-    """The part of prefilling `length` tokens at once that attention over positions is."""
-    attention = attention_flops(config, 0, length).sum()
-    return float(attention / (attention + length * weight_flops(config).sum()))
 
 
 def parity(config: ModelConfig, chunk: int) -> int:
@@ -77,9 +72,9 @@ def head_flops(config: ModelConfig) -> float:
     return 2.0 * config.hidden_size * config.vocab_size
 
 
-def boundary_bytes(config: ModelConfig, rows: int, dtype: str) -> int:
+def boundary_bytes(config: ModelConfig, rows: int, plan: Plan) -> int:
     """Bytes of the hidden states of `rows` tokens, which every stage but the last sends on: paid p - 1 times."""
-    return rows * config.hidden_size * {"float32": 4, "bfloat16": 2, "float16": 2}[dtype]
+    return rows * config.hidden_size * plan.itemsize
 
 
 def _expanded(config: ModelConfig) -> float:

@@ -21,13 +21,6 @@ def entering(flow: jax.Array, embedded: jax.Array, plan: Plan) -> jax.Array:
     return jnp.where(rank_index(plan.pipeline) == 0, to_varying(embedded, plan.pipeline), flow)
 
 
-def resized(flow: jax.Array, lanes: int, count: int) -> jax.Array:
-    """Rows [R, D] on their way as [`count`, D], lane by lane: padding at the end of each is cut off or added."""
-    by_lane = flow.reshape(lanes, -1, flow.shape[1])[:, : count // lanes]
-    missing = count // lanes - by_lane.shape[1]
-    return jnp.pad(by_lane, ((0, 0), (0, missing), (0, 0))).reshape(count, -1)
-
-
 def on_last_stage(function: Callable[[jax.Array], jax.Array], x: jax.Array, plan: Plan) -> jax.Array:
     """What `function`, which sends nothing, makes of `x` on the last stage; zeros of that shape on the others."""
     is_last = (*[False] * (plan.mesh.pp - 1), True)

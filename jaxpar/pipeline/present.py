@@ -13,10 +13,12 @@ from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from jaxpar.collectives import rank_index, to_varying, varying_axes
 from jaxpar.ledger.trace import count_collectives
+from jaxpar.plan import Plan
 
 T = TypeVar("T")
 
@@ -40,3 +42,18 @@ def on_stages(present: Sequence[bool], pipeline: tuple[str, ...], function: Call
 
     given: T = lax.cond(jnp.asarray(present)[rank_index(pipeline)], function, nothing)
     return given
+
+
+def by_layer(of_slots: jax.Array, places: Sequence[tuple[int, int]], plan: Plan) -> jax.Array:
+    """What a stage has counted in its slots [slots, N] -> [layers, N], zeros in the layers of other stages.
+
+    Args:
+        of_slots: in order, with whatever in slots that the stage has no layer in.
+        places: the stage and the slot of each layer.
+        plan: with stages.
+    """
+    layers = np.full((plan.mesh.pp, len(of_slots)), len(places), np.int32)
+    for layer, (stage, slot) in enumerate(places):
+        layers[stage, slot] = layer
+    mine = jnp.asarray(layers)[rank_index(plan.pipeline)]
+    return jnp.zeros((len(places), of_slots.shape[1]), of_slots.dtype).at[mine].set(of_slots, mode="drop")

@@ -23,8 +23,8 @@ def timetable_table(timetable: Timetable) -> Table:
     return table("", ("tick", *ticks), [(f"stage {stage}", *_without_middle(row)) for stage, row in enumerate(rows)])
 
 
-def bubble(timetable: Timetable) -> str:
-    """Idle slots, their share, and where it comes from."""
+def bubble(timetable: Timetable, requests: int | None = None) -> str:
+    """Idle slots, their share, where it comes from, and what to give more of; groups only if `requests` are enough."""
     p, g = timetable.stages, timetable.groups
     slots, share = p * timetable.ticks, timetable.idle_share
     said = f"{timetable.idle_slots} of {slots} slots idle: {100 * float(share):.2f} %"
@@ -35,7 +35,7 @@ def bubble(timetable: Timetable) -> str:
         return f"{said}, while the pipe fills and drains; with {counted(g, 'group')} it is full in between"
     return (
         f"{said}; each round of {counted(p, 'tick')} leaves a stage idle in (p-g)/p = {p - g}/{p} of them: "
-        f"give {p} groups or more"
+        f"give {p} {'groups' if requests is None or requests >= p else 'requests'} or more"
     )
 
 

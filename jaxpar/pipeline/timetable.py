@@ -53,11 +53,6 @@ class Timetable:
             slots[stage, np.array(self.entries) + stage] = np.arange(self.items)
         return slots
 
-    def item(self, tick: int, stage: int) -> int | None:
-        """What `stage` works on in `tick`, None where it is idle."""
-        found = int(self.slots[stage, tick])
-        return None if found < 0 else found
-
     @property
     def idle_slots(self) -> int:
         """Slots of a stage and a tick without an item."""
