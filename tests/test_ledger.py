@@ -17,13 +17,15 @@ from sample_models import open_session, oracle_runner
 from jaxpar.assets import model_dir
 from jaxpar.batch import StepOutput
 from jaxpar.checkpoint import ModelConfig, read_config
-from jaxpar.devices import ensure_devices, make_mesh
+from jaxpar.devices import abstract_mesh, ensure_devices, make_mesh
 from jaxpar.errors import PlanError
 from jaxpar.layout import deal
+from jaxpar.ledger.memory import Memory, memory_of
 from jaxpar.ledger.report import Ledger, make_ledger
 from jaxpar.ledger.traffic import Traffic
 from jaxpar.mesh import MeshSpec
 from jaxpar.plan import PHASES, Phase, Plan
+from jaxpar.program import Programs
 
 MIB = 2**20
 LLAMA_70B = read_config(model_dir("llama-3-70b"))
@@ -31,6 +33,11 @@ LLAMA_70B = read_config(model_dir("llama-3-70b"))
 
 def ledger_70b(batch: int, seq: int, phase: str = "decode", **mesh: int) -> Ledger:
     return make_ledger(LLAMA_70B, Plan(mesh=MeshSpec(**mesh), dtype="bfloat16"), phase, batch, seq)
+
+
+def memory_70b(batch: int, seq: int, **mesh: int) -> Memory:
+    plan = Plan(mesh=MeshSpec(**mesh), dtype="bfloat16")
+    return memory_of(Programs(LLAMA_70B, plan, abstract_mesh(plan.mesh)), "decode", batch, seq)
 
 
 def parameters(config: ModelConfig) -> int:
@@ -50,16 +57,16 @@ def test_llama_3_70b_on_tp_8_sends_280_mib_in_160_all_reduces_of_1_mib() -> None
 
 
 def test_the_kv_cache_of_llama_3_70b_is_2684354560_bytes_a_request_of_8192_tokens_over_all_ranks() -> None:
-    assert ledger_70b(1, 8192, tp=8).cache_bytes * 8 == 2_684_354_560
-    assert ledger_70b(64, 8192, tp=8).cache_bytes * 8 == 64 * 2_684_354_560
-    assert ledger_70b(64, 8192, dp=2, tp=4).cache_bytes * 8 == 64 * 2_684_354_560
+    assert memory_70b(1, 8192, tp=8).cache_bytes * 8 == 2_684_354_560
+    assert memory_70b(64, 8192, tp=8).cache_bytes * 8 == 64 * 2_684_354_560
+    assert memory_70b(64, 8192, dp=2, tp=4).cache_bytes * 8 == 64 * 2_684_354_560
 
 
 def test_more_ranks_than_kv_heads_store_each_of_them_twice() -> None:
-    counted = ledger_70b(1, 8192, tp=16)
+    counted = memory_70b(1, 8192, tp=16)
     assert counted.cache_bytes * 16 == 2 * 2_684_354_560
     assert counted.copied_cache_bytes == 2_684_354_560
-    assert ledger_70b(1, 8192, tp=8).copied_cache_bytes == 0
+    assert memory_70b(1, 8192, tp=8).copied_cache_bytes == 0
 
 
 def test_one_device_holds_every_parameter_once_and_two_flops_a_token_for_each() -> None:
@@ -91,7 +98,7 @@ def test_a_prompt_of_several_chunks_is_counted_by_all_its_steps_at_the_sizes_tha
 
 
 def test_a_cache_is_counted_as_the_pool_that_holds_it_and_as_the_tokens_that_need_it() -> None:
-    counted = ledger_70b(5, 100, dp=2, tp=4)
+    counted = memory_70b(5, 100, dp=2, tp=4)
     a_token = 2 * 80 * 2 * 128 * 2
     assert counted.pages == 22  # three requests of 7 pages on the fuller replica, rounded up
     assert counted.cache_bytes == 22 * 16 * a_token

@@ -87,8 +87,9 @@ def needs(before: list[frozenset[int]], some: set[int], others: set[int]) -> boo
 
 
 def holds(eqn: JaxprEqn, what: Callable[[JaxprEqn], object]) -> bool:
-    """Whether an equation, or one inside it, is such a one."""
-    return bool(what(eqn)) or any(holds(one, what) for inner in inner_jaxprs(eqn) for one in equations(inner))
+    """Whether an equation that holds no others, or one inside it, is such a one."""
+    inside = [one for inner in inner_jaxprs(eqn) for one in equations(inner)]
+    return any(holds(one, what) for one in inside) if inside else bool(what(eqn))
 
 
 def is_product(eqn: JaxprEqn) -> bool:

@@ -12,7 +12,8 @@ def test_without_a_cache_the_bag_is_what_is_new() -> None:
     new = {"k": jnp.arange(2.0 * 5 * 3 * 4).reshape(2, 5, 3, 4)}
     positions = jnp.arange(10, dtype=jnp.int32).reshape(2, 5)
     only = ChunkOnly(positions)
-    planes, bag = only.update({}, new)
+    planes, read = only.update({}, new)
+    bag = read()
     assert planes == {}
     assert only.key_positions is positions
     np.testing.assert_array_equal(bag["k"][2, 1, 4], new["k"][1, 4, 2])

@@ -184,22 +184,14 @@ def sums_copies(*_: Any, **__: Any) -> Any:
     require_varying("sum", jnp.zeros(()), ("cp",))
 
 
-@pytest.fixture(scope="module")
-def failed(patch: pytest.MonkeyPatch, model: Path) -> Result:
+def test_every_way_is_proved_whatever_becomes_of_the_others_with_bytes_and_times(
+    patch: pytest.MonkeyPatch, model: Path
+) -> None:
     ring = {"run": off(find("prefill_attention", "ring").run)}
     names = ["tp", "pp", *(f"prefill_attention={name}" for name in ("ring", "all_gather", "ring_q")),
              "all_reduce=psum"]  # fmt: skip
-    return proved(patch, model, names, "--json", ring=ring, all_gather={"run": sums_copies}, ring_q={"run": stumbles})
-
-
-@pytest.fixture(scope="module")
-def rows(failed: Result) -> dict[str, dict[str, Any]]:
-    return {row["strategy"]: row for row in json.loads(failed.out)["rows"]}
-
-
-def test_a_way_that_differs_or_stumbles_is_exit_status_1_and_the_others_are_proved_all_the_same(
-    failed: Result, rows: dict[str, dict[str, Any]]
-) -> None:
+    failed = proved(patch, model, names, "--json", ring=ring, all_gather={"run": sums_copies}, ring_q={"run": stumbles})
+    rows = {row["strategy"]: row for row in json.loads(failed.out)["rows"]}
     assert (failed.status, failed.err) == (1, "")
     document = json.loads(failed.out)
     assert document["counts"] == {"passed": 2, "failed": 3, "not applicable": 1, "not run": 0}
@@ -215,17 +207,10 @@ def test_a_way_that_differs_or_stumbles_is_exit_status_1_and_the_others_are_prov
     assert rows["ring"]["max_difference"] > rows["ring"]["tolerance"] == 1e-4
     assert rows["ring_q"]["reason"] == "ZeroDivisionError: one"
     assert rows["pp"]["reason"].startswith("pp=2 for 1 layer")
-
-
-def test_a_program_that_would_sum_copies_has_failed_and_is_not_taken_for_one_that_the_model_cannot_run(
-    rows: dict[str, dict[str, Any]],
-) -> None:
+    # A program that would sum copies has failed, and is not taken for one that the model cannot run.
     assert rows["all_gather"]["reason"].startswith(
         "PlanError: sum over cp of an array that is the same on every rank of cp"
     )
-
-
-def test_a_way_says_how_near_it_came_what_it_sends_and_how_long_it_takes(rows: dict[str, dict[str, Any]]) -> None:
     tp = rows["tp"]
     assert 0 < tp["max_difference"] < 1e-4 and (tp["wrong_tokens"], tp["ranks"], tp["lossy"]) == (0, 2, 0)
     # Embedding, attention and FFN sum 24 numbers of 4 bytes a row, of which one of two ranks sends as many; greedy
@@ -233,9 +218,7 @@ def test_a_way_says_how_near_it_came_what_it_sends_and_how_long_it_takes(rows: d
     assert (tp["decode_calls"], tp["decode_bytes"]) == (3 + 3, 3 * 2 * 24 * 4 + 2 * 16)
     assert tp["prefill_bytes"] == 4 * 3 * 2 * 24 * 4 + 2 * 16
     assert tp["prefill_seconds"] > 0 and tp["decode_seconds"] > 0
-
-
-def test_a_plan_that_two_ways_have_runs_once(rows: dict[str, dict[str, Any]]) -> None:
+    # A plan that two ways have runs once.
     assert {**rows["tp"], "sublayer": "all_reduce", "strategy": "psum"} == rows["psum"]
 
 
