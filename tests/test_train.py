@@ -302,6 +302,12 @@ def test_one_device_sends_nothing() -> None:
         (Plan(mesh=MeshSpec(dp=3)), TIED, "batch=4 does not split over dp=3"),
         (Plan(mesh=MeshSpec(cp=2)), TIED, "^cp=2: training keeps sequences whole"),
         (Plan(mesh=MeshSpec(tp=2), sequence_parallel=True), TIED, "^sequence_parallel: training keeps sequences whole"),
+        (Plan(mesh=MeshSpec(pp=2)), TIED, "^pp=2: training runs all layers on a rank"),
+        (
+            Plan(mesh=MeshSpec(tp=2), all_reduce="ring"),
+            TIED,
+            "^all_reduce='ring' is not differentiated: train with psum",
+        ),
         (Plan(dtype="bfloat16"), TIED, "dtype=bfloat16.* float32"),
     ],
 )

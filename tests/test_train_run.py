@@ -202,7 +202,6 @@ def test_the_command_says_that_the_losses_are_those_before_yarn(text: Path, tmp_
         (["--mesh", "pp=2"], "pp=2"),
         (["--mesh", "tp=4"], "copies of the 2 KV heads"),
         (["--mesh", "ep=2"], "ep=2: the model has no experts to split"),
-        (["--mesh", "tp=2", "--all-reduce", "ring"], "all_reduce='ring' is not differentiated: train with psum"),
         (["--experts", "-1"], "--experts -1: give at least 1"),
         (["--experts", "4", "--experts-per-token", "5"], "--experts-per-token 5 --experts 4: give from 1 to 4"),
         (["--experts", "4", "--expert-ffn", "0"], "--expert-ffn 0: it must be at least 1"),

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from jaxpar.train.loop import TrainReport
 
 
-@takes("experts_over", "moe_dispatch", "devices_per_node", "all_reduce")
+@takes("experts_over", "moe_dispatch", "devices_per_node")
 def train(
     text: Annotated[Path, typer.Option(metavar="FILE", help="UTF-8 text; form feeds separate documents.")],
     out: Annotated[Path, typer.Option(metavar="DIR", help="Where the model goes, and checkpoints before it.")],
