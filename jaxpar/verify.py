@@ -201,9 +201,8 @@ def _greedy(
 
     for chunk in session.prefill():
         keep(chunk.decoded)
-    while latest or not session.pipe.is_empty:
-        for step in session.turn(latest):
-            keep(step)
+    for step in session.turns(latest):
+        keep(step)
     return found
 
 

@@ -179,9 +179,8 @@ def time_run(runner: Runner, prompts: Sequence[Sequence[int]], new_tokens: int) 
         for chunk in session.prefill():
             keep(chunk.decoded)
         prefilled, filled = time.perf_counter(), session.pipe.ticks
-        while latest or not session.pipe.is_empty:
-            for step in session.turn(latest):
-                keep(step)
+        for step in session.turns(latest):
+            keep(step)
         prefill, decode = prefill + prefilled - begin, decode + time.perf_counter() - prefilled
         steps += (session.pipe.ticks - filled) / max(groups_in(len(mine), runner.plan), runner.plan.mesh.pp)
     return prefill, decode / steps if steps else None

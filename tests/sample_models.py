@@ -141,9 +141,8 @@ def rank_tokens(
 
     for chunk in session.prefill():
         keep(chunk.decoded)
-    while latest or not session.pipe.is_empty:
-        for step in session.turn(latest):
-            keep(step)
+    for step in session.turns(latest):
+        keep(step)
     return chosen
 
 

@@ -19,25 +19,26 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxpar.collectives.move import all_to_all, gather_same
-from jaxpar.collectives.reduction import Message, Operation, Reduction
+from jaxpar.collectives.reduction import NATIVE, Message, Operation, Reduction
 
 
 def all_sum(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
-    """Sum of every rank's `x` [R, ...], on every rank and of a type that says so."""
-    return _in_rank_order(gather_same(x, axes), axes)
+    """Sum of every rank's `x`, on every rank and of a type that says so."""
+    return in_rank_order(gather_same(x[None], axes)).astype(x.dtype) if axes else x
 
 
 def scatter_sum(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
     """Sum of every rank's `x` [P * R, ...]; rank r keeps rows r * R to (r + 1) * R."""
-    return _in_rank_order(all_to_all(x, axes, 0, 0), axes)
-
-
-def _in_rank_order(parts: jax.Array, axes: tuple[str, ...]) -> jax.Array:
-    """Rows [P * R, ...] of P ranks, one after the other -> their sum [R, ...]."""
     if not axes:
-        return parts
-    by_rank = jnp.split(parts.astype(jnp.float32), lax.axis_size(axes))
-    return reduce(add, by_rank).astype(parts.dtype)
+        return x
+    parts = all_to_all(x, axes, 0, 0).reshape(lax.axis_size(axes), -1, *x.shape[1:])
+    return in_rank_order(parts).astype(x.dtype)
+
+
+def in_rank_order(parts: jax.Array) -> jax.Array:
+    """What P ranks have [P, ...], one after the other -> their sum [...] float32."""
+    total: jax.Array = reduce(add, parts.astype(jnp.float32))
+    return total
 
 
 def _messages(operation: Operation, rows: int, width: int, itemsize: int, sizes: Mapping[str, int]) -> list[Message]:
@@ -47,3 +48,8 @@ def _messages(operation: Operation, rows: int, width: int, itemsize: int, sizes:
 
 FIXED_ORDER = Reduction("fixed_order", all_sum, scatter_sum, gather_same, _messages)
 """All-gather or all-to-all, and a sum in rank order where the result is wanted."""
+
+
+def reduction_of(fixed: bool) -> Reduction:
+    """How sums are made that no strategy is chosen for: in rank order where the plan fixes it, else by the backend."""
+    return FIXED_ORDER if fixed else NATIVE

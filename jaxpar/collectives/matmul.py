@@ -33,9 +33,9 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxpar.collectives.move import shift
+from jaxpar.collectives.reduction import summed_sublayers
 from jaxpar.collectives.types import match_varying, require_varying
 from jaxpar.ledger.traffic import Traffic
-from jaxpar.plan import SublayerName
 from jaxpar.strategies import Step, Strategy
 
 NAME = "collective_matmul"
@@ -142,16 +142,11 @@ def _passed_on(parts: list[jax.Array], halves: list[Half], axes: tuple[str, ...]
 
 def traffic(step: Step) -> list[Traffic]:
     """P - 1 hops each way of half a rank's rows: as they enter a sublayer, and as sums of them leave it."""
-    sublayers: list[tuple[str, SublayerName, int]] = [
-        ("attention", step.attention, step.layers),
-        ("ffn", "ffn", step.dense_layers),
-    ]
     found = []
-    for scope, name, layers in sublayers:
-        sublayer = step.plan.sublayer(name, step.phase)
+    for scope, sublayer, layers, _ in summed_sublayers(step):
         for axes in filter(None, (sublayer.ring_in, sublayer.ring_out)):
             ranks = step.ranks(axes)
-            for _, _, size in _halves(-(-step.rows // ranks)) if layers else ():
+            for _, _, size in _halves(-(-step.rows // ranks)):
                 calls = layers * (ranks - 1)
                 found.append(step.sends((scope, NAME), "ppermute", axes, calls, size * step.row_bytes))
     return found

@@ -15,8 +15,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from functools import reduce
-from operator import add
 from typing import Any, NamedTuple
 
 import jax
@@ -25,6 +23,7 @@ import numpy as np
 from jax import lax
 
 from jaxpar.collectives.bounds import least, rounding
+from jaxpar.collectives.fixed_order import in_rank_order
 from jaxpar.collectives.move import all_to_all, gather_same
 from jaxpar.collectives.parts import part_size, ranks_of
 from jaxpar.collectives.reduction import Axes, Message, Operation, Reduction
@@ -55,7 +54,7 @@ def quantized(codes: Codes) -> Reduction:
     def scatter(blocks: jax.Array, axes: Axes) -> jax.Array:
         """[P * N, values] -> the rank's part of the sum [N, values] float32."""
         packed = _packed(blocks.reshape(lax.axis_size(axes), -1, blocks.shape[1]), codes)
-        return reduce(add, _values(all_to_all(packed, axes, 0, 0), blocks.shape[1], codes))
+        return in_rank_order(_values(all_to_all(packed, axes, 0, 0), blocks.shape[1], codes))
 
     def gather(part: jax.Array, axes: Axes) -> jax.Array:
         """[N, values] float32 -> [P * N, values] of all ranks, as codes have them."""

@@ -147,7 +147,7 @@ def _leaving(step: Step, sublayer: Sublayer, rows: int, calls: int) -> list[Call
     return [*scattered, Call("all_reduce", sublayer.sum, calls, left)]
 
 
-def _sublayers(step: Step) -> Iterator[tuple[str, Sublayer, int, int]]:
+def summed_sublayers(step: Step) -> Iterator[tuple[str, Sublayer, int, int]]:
     """Those whose parts are added up: the name, how it joins the residual stream, layers that have it, and its rows."""
     sublayers: list[tuple[str, SublayerName, int, int]] = [
         ("attention", step.attention, step.layers, step.rows),
@@ -165,7 +165,7 @@ def sublayers_calls(step: Step) -> list[Call]:
     """The operations of a step's layers, in which reductions differ, those over no axes left out."""
     calls = [
         call
-        for _, sublayer, layers, rows in _sublayers(step)
+        for _, sublayer, layers, rows in summed_sublayers(step)
         for call in (*_entering(step, sublayer, layers), *_leaving(step, sublayer, rows, layers))
     ]
     return [call for call in calls if call.axes]
@@ -178,7 +178,7 @@ def sublayers_traffic(step: Step, reduction: Reduction) -> list[Traffic]:
     that deals its tokens out gathers the slices.
     """
     found: list[Traffic] = []
-    for said, sublayer, layers, rows in _sublayers(step):
+    for said, sublayer, layers, rows in summed_sublayers(step):
         scope = (said, reduction.name)
         found += enter_traffic(step, scope, sublayer, layers, reduction)
         found += leave_traffic(step, scope, sublayer, rows, layers, reduction)

@@ -23,7 +23,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxpar.collectives.move import shift
-from jaxpar.collectives.types import match_varying, require_varying
+from jaxpar.collectives.types import bits_of, match_varying, require_varying
 
 
 def ring_reduce_scatter(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
@@ -57,7 +57,7 @@ def ring_all_gather(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
         return x[None]
     require_varying("ring_all_gather", x, axes)
     rank, ranks = lax.axis_index(axes), lax.axis_size(axes)
-    own = _bits(x)
+    own = bits_of(x)
 
     def step(carry: tuple[jax.Array, jax.Array], hop: jax.Array) -> tuple[tuple[jax.Array, jax.Array], None]:
         part, parts = carry
@@ -82,9 +82,3 @@ def ring_all_to_all(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
         came = lax.ppermute(sent, axes, [(source, (source + hop) % ranks) for source in range(ranks)])
         parts = lax.dynamic_update_index_in_dim(parts, came, (rank - hop) % ranks, 0)
     return parts
-
-
-def _bits(x: jax.Array) -> jax.Array:
-    if not jnp.issubdtype(x.dtype, jnp.floating):
-        return x
-    return lax.bitcast_convert_type(x, jnp.dtype(f"uint{8 * x.dtype.itemsize}"))

@@ -17,12 +17,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.extend.core import Primitive
 from jax.interpreters import batching, mlir
 
 from jaxpar.collectives.reduce import all_max, all_min
-from jaxpar.collectives.types import require_varying, varying_axes
+from jaxpar.collectives.types import bits_of, require_varying, varying_axes
 
 # A context of JAX's own, so that programs traced under it and without it are kept apart.
 _comparing = jax.make_user_context(False)
@@ -67,5 +66,5 @@ def assert_same(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
     same: jax.Array = _assert_same_p.bind(x, axes=axes)
     if not _comparing.value:
         return same
-    bits = lax.bitcast_convert_type(x, jnp.dtype(f"uint{8 * x.dtype.itemsize}")).astype(jnp.uint32)
+    bits = bits_of(x).astype(jnp.uint32)
     return jnp.where(all_min(bits, axes) == all_max(bits, axes), same, jnp.full_like(same, jnp.nan))

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 
 from jaxpar.errors import PlanError
@@ -21,6 +22,13 @@ def to_varying(x: jax.Array, axes: Iterable[str]) -> jax.Array:
     """The same values, of a type that says that they may differ between ranks of `axes`; nothing is sent."""
     same = tuple(axis for axis in axes if axis not in varying_axes(x))
     return lax.pcast(x, same, to="varying") if same else x
+
+
+def bits_of(x: jax.Array) -> jax.Array:
+    """The bits of floats as unsigned integers of the same size; integers as they are."""
+    if not jnp.issubdtype(x.dtype, jnp.floating):
+        return x
+    return lax.bitcast_convert_type(x, jnp.dtype(f"uint{8 * x.dtype.itemsize}"))
 
 
 def match_varying(x: jax.Array, *others: jax.Array) -> jax.Array:

@@ -74,9 +74,8 @@ def _run_group(
 
     for chunk in session.prefill():
         yield from emit(chunk.decoded)
-    while latest or not session.pipe.is_empty:
-        for step in session.turn(latest):
-            yield from emit(step)
+    for step in session.turns(latest):
+        yield from emit(step)
 
 
 def collect(tokens: Iterator[Token], requests: int) -> list[Completion]:

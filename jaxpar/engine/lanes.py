@@ -43,10 +43,10 @@ def lanes_in_turn(requests: int, plan: Plan) -> list[int]:
     Requests go to replicas in turn; lanes without a request do nothing. Of two half batches the first has half of a
     replica's requests, the second the others.
     """
-    replicas, local = plan.mesh.dp * plan.mesh.ep, lanes_of(requests, plan)
+    replicas, local, groups = plan.mesh.dp * plan.mesh.ep, lanes_of(requests, plan), groups_in(requests, plan)
     lanes = []
     for request in range(requests):
-        replica, slot = request % replicas, request // replicas // groups_in(requests, plan)
+        replica, slot = request % replicas, request // replicas // groups
         half = len(range(replica, requests, replicas)) // 2
         if plan.two_batch_overlap and slot >= half and local > 1:
             slot += local // 2 - half

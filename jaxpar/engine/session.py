@@ -120,6 +120,11 @@ class Session:
                 del latest[request]
         yield from self._decoded(self._tick("decode", item, logits=False))
 
+    def turns(self, latest: MutableMapping[int, int]) -> Iterator[Decoded]:
+        """Turns until no request goes on: `latest` gets the tokens of those that do as these come out."""
+        while latest or not self.pipe.is_empty:
+            yield from self.turn(latest)
+
     def _tick(self, phase: Phase, item: Item | None, logits: bool) -> Iterator[Left]:
         # Page tables are as wide as the longest request so far needs.
         keys = table_width(int(self._stored.max()), self._plan) * self._plan.page_size

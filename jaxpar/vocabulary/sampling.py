@@ -17,8 +17,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxpar.collectives import all_max, all_min, all_sum
-from jaxpar.collectives.fixed_order import FIXED_ORDER
+from jaxpar.collectives import all_max, all_min
+from jaxpar.collectives.fixed_order import reduction_of
 from jaxpar.fixed import by_row
 from jaxpar.ledger.traffic import Traffic
 from jaxpar.strategies import Step, Strategy
@@ -82,13 +82,8 @@ def sample(
         # One all-reduce carries both: the softmax denominator and the chosen logit, which one rank knows.
         chosen = jnp.where(ids[None, :] == token[:, None], logits - top[:, None], 0.0).sum(axis=1)
         total = by_row(lambda x, top: jnp.exp(x - top[:, None]).sum(axis=1), logits, top, fixed=fixed)
-        sums = _over(axes, jnp.stack([total, chosen]), fixed)
+        sums = reduction_of(fixed).all_reduce(jnp.stack([total, chosen]), axes)
         return Sampled(token, by_row(lambda chosen, total: chosen - jnp.log(total), sums[1], sums[0], fixed=fixed))
-
-
-def _over(axes: tuple[str, ...], x: jax.Array, fixed: bool) -> jax.Array:
-    """Sums over ranks."""
-    return FIXED_ORDER.all_reduce(x, axes) if fixed else all_sum(x, axes)
 
 
 def _perturbed(
@@ -108,7 +103,7 @@ def _perturbed(
         return mass, mass.sum(axis=1)
 
     mass, total = by_row(of_lanes, kept, scaled, fixed=fixed)
-    total = _over(axes, total, fixed)
+    total = reduction_of(fixed).all_reduce(total, axes)
     # The nucleus: the fewest best tokens whose probability reaches top_p (arXiv:1904.09751).
     threshold = _threshold(order, mass, jnp.where(options.top_p < 1.0, options.top_p * total, jnp.inf), axes, fixed)
     kept = kept & (order >= threshold[:, None])
@@ -141,7 +136,7 @@ def _threshold(order: jax.Array, weight: jax.Array, wanted: jax.Array, axes: tup
     def round_(threshold: jax.Array, shift: jax.Array) -> tuple[jax.Array, None]:
         steps = jnp.arange(1, _CANDIDATES + 1, dtype=jnp.uint32)
         candidates = threshold[:, None] | (steps[None, :] << shift)
-        sums = _over(axes, by_row(_at_or_above, order, weight, candidates, fixed=fixed), fixed)
+        sums = reduction_of(fixed).all_reduce(by_row(_at_or_above, order, weight, candidates, fixed=fixed), axes)
         # Sums fall as candidates rise, so the number that reach `wanted` names the highest of them.
         reached = (sums >= wanted[:, None]).sum(axis=1).astype(jnp.uint32)
         return threshold | (reached << shift), None

@@ -12,27 +12,16 @@ It sends P/2 times the bytes of a two-shot sum and waits once instead of twice: 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import reduce
-from operator import add
 from typing import Any
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 
 from jaxpar.collectives.bounds import rounding
-from jaxpar.collectives.move import gather_same
-from jaxpar.collectives.reduction import Axes, Message, Reduction, all_reduce_only, sublayers_traffic
+from jaxpar.collectives.fixed_order import all_sum
+from jaxpar.collectives.reduction import Message, Reduction, all_reduce_only, sublayers_traffic
 from jaxpar.ledger.traffic import Traffic
 from jaxpar.plan import Plan
 from jaxpar.strategies import Step, Strategy
-
-
-def all_reduce(x: jax.Array, axes: Axes) -> jax.Array:
-    """The sum of every rank's `x`, on every rank."""
-    if not axes:
-        return x
-    return reduce(add, gather_same(x[None], axes).astype(jnp.float32)).astype(x.dtype)
 
 
 def _messages(elements: int, itemsize: int, sizes: Mapping[str, int]) -> list[Message]:
@@ -44,7 +33,7 @@ def error_bound(parts: np.ndarray, dtype: Any) -> np.ndarray:
     return rounding(parts, dtype, 1)
 
 
-REDUCTION = all_reduce_only("one_shot", all_reduce, _messages, error_bound)
+REDUCTION = all_reduce_only("one_shot", all_sum, _messages, error_bound)
 
 
 def run(plan: Plan) -> Reduction:

@@ -19,7 +19,7 @@ from jax import lax
 
 from jaxpar.collectives.move import all_gather, gather_same
 from jaxpar.collectives.parts import in_parts, part_size, ranks_of, whole
-from jaxpar.collectives.reduce import all_sum, scatter_sum
+from jaxpar.collectives.reduce import all_sum, scatter_sum, sum_in_groups
 from jaxpar.collectives.reduction import Axes, Message, Reduction, all_reduce_only, sublayers_traffic
 from jaxpar.collectives.same import assert_same
 from jaxpar.ledger.traffic import Traffic
@@ -68,9 +68,7 @@ def _in_groups(x: jax.Array, axes: Axes, per_node: int) -> jax.Array:
     inside = [list(range(first, first + per_node)) for first in range(0, ranks, per_node)]
     across = [list(range(place, ranks, per_node)) for place in range(per_node)]
     part = scatter_sum(in_parts(x, per_node), axes, groups=inside)
-    # JAX has no sum over groups of an axis, but its halves.
-    parts = scatter_sum(in_parts(part, ranks // per_node), axes, groups=across)
-    part = whole(all_gather(parts, axes, groups=across), part.shape)
+    part = sum_in_groups(part, axes, across, dimension=1)
     return assert_same(whole(all_gather(part, axes, groups=inside), x.shape), axes)
 
 

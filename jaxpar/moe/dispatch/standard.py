@@ -19,8 +19,8 @@ import jax
 import jax.numpy as jnp
 
 from jaxpar.collectives import all_gather, all_sum, rank_index
-from jaxpar.collectives.fixed_order import FIXED_ORDER
-from jaxpar.collectives.reduction import NATIVE, Call, Reduction
+from jaxpar.collectives.fixed_order import reduction_of
+from jaxpar.collectives.reduction import Call, Reduction
 from jaxpar.ledger.traffic import Traffic
 from jaxpar.moe.dispatch.options import refused_option
 from jaxpar.moe.inputs import Dispatched, Inputs, local_choices, pack_routing, unpack_routing, weighted_sum
@@ -32,16 +32,11 @@ def run(x: Inputs, plan: Plan) -> Dispatched:
     """The rank's tokens through experts of all ranks of `plan.experts` -> [R, D]."""
     axes = plan.experts
     if x.room:
-        return _side_by_side(x, axes, _reduction(plan))
+        return _side_by_side(x, axes, reduction_of(plan.fixed_order))
     routing = unpack_routing(all_gather(pack_routing(x.slots, x.weights), axes))
     slots, weights = local_choices(*routing, rank_index(axes) * x.slots_per_rank, x.slots_per_rank)
     part = weighted_sum(x._replace(x=all_gather(x.x, axes), slots=slots, weights=weights))
-    return Dispatched(_reduction(plan).reduce_scatter(part.astype(x.x.dtype), axes))
-
-
-def _reduction(plan: Plan) -> Reduction:
-    """How results are added up."""
-    return FIXED_ORDER if plan.fixed_order else NATIVE
+    return Dispatched(reduction_of(plan.fixed_order).reduce_scatter(part.astype(x.x.dtype), axes))
 
 
 def _side_by_side(x: Inputs, axes: tuple[str, ...], reduction: Reduction) -> Dispatched:
@@ -71,7 +66,7 @@ def traffic(step: Step) -> list[Traffic]:
     if not step.plan.experts:
         return []
     scope, axes, layers = ("moe_dispatch", "standard"), step.plan.experts, step.moe_layers
-    reduction = _reduction(step.plan)
+    reduction = reduction_of(step.plan.fixed_order)
     if step.room:
         return [
             step.sends(scope, "all_gather", axes, layers, 4),
