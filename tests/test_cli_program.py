@@ -170,7 +170,7 @@ def test_characters_that_the_output_cannot_show_are_escaped(tmp_path: Path) -> N
 def test_the_help_of_an_option_names_every_strategy_that_it_may_choose(command: str) -> None:
     shown = " ".join(run(command, "--help").out.split())
     for strategy in STRATEGIES:
-        if strategy.sublayer in ("prefill_attention", "decode_attention") and "cp" in strategy.axes:
+        if strategy.sublayer in ("prefill_attention", "decode_attention", "all_reduce") and "cp" in strategy.axes:
             assert strategy.name in shown
     for layout in LAYOUTS:
         assert layout in shown

@@ -29,7 +29,7 @@ _HELP: dict[str, str] = {
     "decode_overlap": "Parts in which decode attention takes the requests.",
     "two_batch_overlap": "Run a step as two half batches, layer by layer in turn.",
     "single_batch_overlap": "Blocks in which all_to_all sends back what experts made.",
-    "all_reduce": "How partial results are added: psum, one_shot, two_shot, ring, tree, two_level, int8, fp8 or auto.",
+    "all_reduce": "Sums over ranks: psum, one_shot, two_shot, ring, tree, two_level, int8, fp8, fixed_order or auto.",
     "sequence_parallel": "Split the residual stream over tp along its tokens.",
     "collective_matmul": "With sequence_parallel: prefill products send as they go.",
     "microbatches": "Groups of a replica's requests that follow one another over pp; 0: one a stage.",
