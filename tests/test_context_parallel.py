@@ -125,9 +125,6 @@ def test_tiles_over_cp_give_the_logits_of_transformers(strategy: str, monkeypatc
     {"decode_attention": "helix", "decode_overlap": 3, "sequence_parallel": True},
 ], ids=str)  # fmt: skip
 def test_every_option_of_cp_gives_the_logits_and_tokens_of_transformers(plan: dict[str, Any]) -> None:
-    oracle, runner = (
-        load_oracle("qwen2_sliding"),
-        oracle_runner("qwen2_sliding", "cp=4,tp=2", chunk=11, **PAGES, **plan),
-    )
+    oracle, runner = load_oracle("mistral"), oracle_runner("mistral", "cp=4,tp=2", chunk=11, **PAGES, **plan)
     assert_logits(runner, oracle.prompts, oracle.logits)
     assert_tokens(runner, oracle.prompts, oracle.greedy)

@@ -66,7 +66,9 @@ def assert_dispatched(name: str, plan: str, dispatch: str) -> None:
 
 
 # The others' experts lie in files as those of these three do.
-@pytest.mark.parametrize("name", ["mixtral", "deepseek_v3", "gpt_oss"])
+@pytest.mark.parametrize(
+    "name", ["mixtral", *(pytest.param(name, marks=pytest.mark.full) for name in ("deepseek_v3", "gpt_oss"))]
+)
 def test_one_device_has_the_logits_and_tokens_of_transformers(name: str) -> None:
     assert_is_the_oracle(name, "tp=1")
 

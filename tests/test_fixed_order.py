@@ -107,6 +107,7 @@ def test_neighbours_do_not_change_a_bit(name: str, mesh: str, plan: dict[str, An
     assert_same(oracle_runner(name, mesh, **FIXED, **plan), [([SHORTER, LONGER], 1)], whole=False)
 
 
+@pytest.mark.full
 def test_a_fixed_order_gives_the_logits_of_transformers() -> None:
     oracle = load_oracle("deepseek_v2")
     assert_logits(
