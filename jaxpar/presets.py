@@ -37,8 +37,8 @@ class DeviceKind:
 
     The rest is what efficiency leaves of these figures; `jaxpar calibrate` measures it. `efficiency` is the part of the
     peak that matrix products of a dtype reach (1 for those that are not named), `memory_efficiency` that of the
-    memory's bandwidth. `step_overhead` is what launching a step program takes, `layer_overhead` what a decoder layer
-    takes however little it computes, in seconds. `fits` are collectives as they were measured (`links.Fit`).
+    memory's bandwidth. `step_overhead` is what launching a step program takes, `kernel_overhead` what each kernel in it
+    takes besides its work, in seconds. `fits` are collectives as they were measured (`links.Fit`).
     """
 
     kind: str
@@ -55,7 +55,7 @@ class DeviceKind:
     efficiency: Mapping[str, float] = field(default_factory=dict, hash=False)
     memory_efficiency: float = 1.0
     step_overhead: float = 0.0
-    layer_overhead: float = 0.0
+    kernel_overhead: float = 0.0
     fits: tuple[Fit, ...] = field(default=(), hash=False)
 
     def flops(self, dtype: str) -> float:
@@ -188,7 +188,7 @@ def _device(device: dict[str, Any]) -> DeviceKind:
         "efficiency": _efficiency,
         "memory_efficiency": _fraction,
         "step_overhead": _not_negative,
-        "layer_overhead": _not_negative,
+        "kernel_overhead": _not_negative,
         "fits": _fits,
     }
     return DeviceKind(**{key: read[key](device, key) for key in device})

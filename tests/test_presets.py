@@ -102,7 +102,7 @@ peak_fp8_flops = 2e12
 efficiency = { bfloat16 = 0.8, fp8 = 0.5 }
 memory_efficiency = 0.75
 step_overhead = 1e-4
-layer_overhead = 0
+kernel_overhead = 0
 [[device.fits]]
 collective = "all_reduce"
 ranks = 2
@@ -119,7 +119,7 @@ lines = [[0, 1e-9]]
 def test_a_calibrated_preset_has_rates_and_fits(tmp_path: Path):
     device = load_preset(write(tmp_path, GOOD + CALIBRATED)).device
     assert [device.flops(dtype) for dtype in ("bfloat16", "float32", "fp8")] == [0.8e12, 1e12, 1e12]
-    assert (device.memory_rate, device.step_overhead, device.layer_overhead) == (0.75e11, 1e-4, 0)
+    assert (device.memory_rate, device.step_overhead, device.kernel_overhead) == (0.75e11, 1e-4, 0)
     assert device.links.fits == (
         Fit("all_reduce", 2, "inside", ((3e-6, 1e-9), (9e-6, 0.0)), 0.05),
         Fit("all_to_all", 4, "across", ((0.0, 1e-9),)),
@@ -130,7 +130,7 @@ def test_a_calibrated_preset_has_rates_and_fits(tmp_path: Path):
 def test_a_preset_that_says_nothing_of_efficiency_has_the_makers_figures(tmp_path: Path):
     device = load_preset(write(tmp_path, GOOD)).device
     assert (device.flops("bfloat16"), device.flops("fp8"), device.memory_rate) == (1e12, 1e12, 1e11)
-    assert (device.step_overhead, device.layer_overhead, device.links.fits) == (0, 0, ())
+    assert (device.step_overhead, device.kernel_overhead, device.links.fits) == (0, 0, ())
 
 
 @pytest.mark.parametrize(
