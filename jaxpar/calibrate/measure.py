@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -11,6 +12,8 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from jaxpar.calibrate.clock import ENOUGH, median_seconds
+from jaxpar.calibrate.overheads import LAYERS, narrow_steps
+from jaxpar.calibrate.overheads import overheads as overheads_of
 from jaxpar.calibrate.programs import COLLECTIVES, Loop, collective, nothing, product, triad
 from jaxpar.calibrate.result import Calibration, Overheads, Rate, Sample
 from jaxpar.devices import ensure_devices, make_mesh
@@ -18,7 +21,7 @@ from jaxpar.errors import MeshError
 from jaxpar.links import Level
 from jaxpar.mesh import MeshSpec
 from jaxpar.presets import DeviceKind, Preset
-from jaxpar.tables import human_bytes
+from jaxpar.tables import counted, human_bytes
 
 SIZES = tuple(2**power for power in range(10, 27, 2))
 """Bytes of a rank's operand, 1 KiB to 64 MiB; on a CPU to 1 MiB, past which its caches end and no line goes on."""
@@ -85,7 +88,15 @@ def calibrate(
             samples.append(Sample.of(name, ranks, level, [*taken], [*taken.values()]))
     base = preset.device if preset else _kind(devices, samples)
     experts = preset.experts_over if preset else ("ep",)
-    return Calibration(spec, experts, base, tuple(rates), tuple(samples), Overheads(launch))
+    found = Calibration(spec, experts, base, tuple(rates), tuple(samples), Overheads())
+    if not overheads:
+        return found
+    replicas = MeshSpec(dp=spec.size)
+    runs = []
+    for layers in LAYERS:
+        say(f"decode steps of a narrow model of {counted(layers, 'layer')}")
+        runs.append(narrow_steps(make_mesh(replicas, devices), replicas, layers))
+    return replace(found, overheads=overheads_of(found.device, runs))
 
 
 def all_devices(platform: str | None) -> MeshSpec:

@@ -8,17 +8,23 @@ from __future__ import annotations
 
 import statistics
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
 
+from jaxpar.calibrate.result import Overheads
 from jaxpar.checkpoint.config import ModelConfig, RopeConfig
 from jaxpar.engine.requests import SamplingParams
 from jaxpar.engine.session import Session
+from jaxpar.ledger.steps import make_steps
 from jaxpar.mesh import MeshSpec
 from jaxpar.plan import Plan
+from jaxpar.planner.assumptions import Assumptions
+from jaxpar.planner.timing import step_time
+from jaxpar.presets import DeviceKind
 from jaxpar.program import Programs, Weights
 
 LAYERS = (1, 4)
@@ -29,12 +35,27 @@ _PROMPT = [1] * 16
 
 @dataclass(frozen=True)
 class DecodeSteps:
-    """Seconds of a decode step of a narrow model, one request a replica, and what ran."""
+    """Seconds of a decode step of a narrow model, one request of `tokens` a replica, and what ran."""
 
     config: ModelConfig
     plan: Plan
     requests: int
+    tokens: int
     seconds: float
+
+
+def overheads(device: DeviceKind, runs: Sequence[DecodeSteps]) -> Overheads:
+    """What is left of the times of two models once the planner has predicted the rest, for `device`."""
+    rests, kernels = [], []
+    for run in runs:
+        (step,) = make_steps(run.config, run.plan, "decode", run.requests, run.tokens)
+        work, more = (
+            step_time(step, device, Assumptions(kernel_overhead=each, step_overhead=0.0)).seconds for each in (0.0, 1.0)
+        )
+        rests.append(run.seconds - work)
+        kernels.append(more - work)
+    kernel = max(0.0, (rests[1] - rests[0]) / (kernels[1] - kernels[0]))
+    return Overheads(max(0.0, rests[0] - kernel * kernels[0]), kernel)
 
 
 def narrow_steps(mesh: Mesh, spec: MeshSpec, layers: int, steps: int = 15) -> DecodeSteps:
@@ -53,7 +74,7 @@ def narrow_steps(mesh: Mesh, spec: MeshSpec, layers: int, steps: int = 15) -> De
         latest = {request: token for one in session.decode(latest) for request, token in one.tokens.items()}
         seconds.append(time.perf_counter() - start)
     # The first one compiles.
-    return DecodeSteps(config, plan, requests, statistics.median(seconds[1:]))
+    return DecodeSteps(config, plan, requests, len(_PROMPT) + steps, statistics.median(seconds[1:]))
 
 
 def _narrow(layers: int, dtype: str) -> ModelConfig:
