@@ -10,12 +10,19 @@ from unittest.mock import patch
 import pytest
 from command_line import run
 
+from jaxpar.assets import model_dir
 from jaxpar.calibrate.files import to_toml, write_preset
 from jaxpar.calibrate.measure import calibrate, groups_of
+from jaxpar.calibrate.overheads import DecodeSteps, overheads
 from jaxpar.calibrate.result import Calibration, Overheads, Rate, Sample
+from jaxpar.checkpoint.hf_config import read_config
 from jaxpar.errors import JaxparError
+from jaxpar.ledger.steps import make_steps
 from jaxpar.links import Fit
 from jaxpar.mesh import MeshSpec
+from jaxpar.plan import Plan
+from jaxpar.planner.assumptions import Assumptions
+from jaxpar.planner.timing import step_time
 from jaxpar.presets import load_preset
 
 H200 = load_preset("h200-8").device
@@ -149,6 +156,21 @@ def test_the_command_writes_tables_or_json_a_preset_and_a_picture(tmp_path: Path
     }
     assert document["collectives"][1]["sizes"] == [2**10, 2**20]
     assert f"{FOUND.mesh}: 16 ranks" in run("mesh", out).out
+
+
+def test_what_two_models_take_beyond_their_work_is_overhead_of_steps_and_of_kernels() -> None:
+    config = replace(read_config(model_dir("llama-3.1-8b")), max_position_embeddings=256)
+    runs = []
+    for layers in (1, 4):
+        of_layers = replace(config, num_hidden_layers=layers, windows=(None,) * layers)
+        plan = Plan(MeshSpec(dp=8), dtype="bfloat16")
+        (step,) = make_steps(of_layers, plan, "decode", 8, 32)
+        taken = step_time(step, H200, Assumptions(kernel_overhead=2e-6, step_overhead=3e-4)).seconds
+        runs.append(DecodeSteps(of_layers, plan, 8, 32, taken))
+    found = overheads(H200, runs)
+    assert (found.kernel, found.step) == (pytest.approx(2e-6), pytest.approx(3e-4))
+    # What is faster than predicted has no overhead; it is not below 0.
+    assert overheads(H200, [replace(run, seconds=1e-9) for run in runs]) == Overheads(0.0, 0.0)
 
 
 def test_several_lines_are_written_and_read(tmp_path: Path) -> None:
