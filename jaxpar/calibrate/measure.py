@@ -12,10 +12,11 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from jaxpar.calibrate.clock import ENOUGH, median_seconds
-from jaxpar.calibrate.overheads import LAYERS, narrow_steps
-from jaxpar.calibrate.overheads import overheads as overheads_of
+from jaxpar.calibrate.overheads import LAYERS, narrow, overheads
 from jaxpar.calibrate.programs import COLLECTIVES, Loop, collective, nothing, product, triad
-from jaxpar.calibrate.result import Calibration, Overheads, Rate, Sample
+from jaxpar.calibrate.result import Calibration, Rate, Sample
+from jaxpar.calibrate.steps import run_steps
+from jaxpar.calibrate.sublayers import efficiency_of, trials
 from jaxpar.devices import ensure_devices, make_mesh
 from jaxpar.errors import MeshError
 from jaxpar.links import Level
@@ -46,7 +47,7 @@ def calibrate(
     sizes: Sequence[int] | None = None,
     collectives: Sequence[str] = tuple(COLLECTIVES),
     enough: float = ENOUGH,
-    overheads: bool = True,
+    steps: bool = True,
     say: Say = lambda text: None,
 ) -> Calibration:
     """Products, memory and every collective on the devices of a mesh.
@@ -61,7 +62,7 @@ def calibrate(
         sizes: bytes of messages, filled up to whole numbers for each rank; None: `SIZES`.
         collectives: which.
         enough: seconds after which a program has run often enough.
-        overheads: whether to run models for what steps and kernels take besides their work.
+        steps: whether to run models, for overheads and for what parts of them reach.
         say: told what is being measured.
 
     Raises:
@@ -88,15 +89,22 @@ def calibrate(
             samples.append(Sample.of(name, ranks, level, [*taken], [*taken.values()]))
     base = preset.device if preset else _kind(devices, samples)
     experts = preset.experts_over if preset else ("ep",)
-    found = Calibration(spec, experts, base, tuple(rates), tuple(samples), Overheads())
-    if not overheads:
-        return found
-    replicas = MeshSpec(dp=spec.size)
+    found = Calibration(spec, experts, base, tuple(rates), tuple(samples))
+    return _with_steps(found, make_mesh(MeshSpec(dp=spec.size), devices), say) if steps else found
+
+
+def _with_steps(found: Calibration, replicas: Mesh, say: Say) -> Calibration:
+    """With overheads and with what parts of a model reach, each from real steps of which the rest is predicted."""
     runs = []
     for layers in LAYERS:
         say(f"decode steps of a narrow model of {counted(layers, 'layer')}")
-        runs.append(narrow_steps(make_mesh(replicas, devices), replicas, layers))
-    return replace(found, overheads=overheads_of(found.device, runs))
+        runs.append(run_steps(replicas, narrow(layers), "decode", 1, 32))
+    found = replace(found, overheads=overheads(found.device, runs))
+    for trial in trials(replicas.devices.flat[0].platform == "cpu"):
+        say(f"{trial.phase} steps of a layer of {trial.card}")
+        run = run_steps(replicas, trial.config, trial.phase, trial.requests, trial.tokens)
+        found = replace(found, reached={**found.reached, trial.efficiency: efficiency_of(trial, run, found.device)})
+    return found
 
 
 def all_devices(platform: str | None) -> MeshSpec:
