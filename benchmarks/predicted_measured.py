@@ -73,9 +73,12 @@ CASES = [
     *both("tiny", "cp=8", (1, 512), (8, 100)),
     *both("tiny", "dp=2,cp=2,tp=2", (2, 512), (16, 400)),
     *both("tiny", "pp=2,dp=2,tp=2", (2, 512), (16, 100), chunk=128),
+    *both("tiny", "dp=4,tp=2", (8, 512), (32, 400)),
+    *both("tiny", "pp=4,tp=2", (1, 64), (8, 100), chunk=16),
     *both("tiny-moe", "ep=8", (8, 128), (8, 100)),
     *both("tiny-moe", "ep=8", (32, 64), (64, 100)),
     *both("tiny-moe", "dp=2,ep=2,tp=2", (4, 128), (16, 100)),
+    *both("tiny-moe", "cp=2,ep=4", (4, 512), (8, 400)),
     *both("tiny-moe", "dp=2,tp=4", (2, 256), (16, 100), experts_over=("dp", "tp")),
 ]
 
@@ -152,7 +155,7 @@ def draw(path: Path, rows: Sequence[Mapping[str, Any]], correlation: float) -> N
 
 def main() -> None:
     """Calibrate, compile, measure turn by turn, report."""
-    parser = arguments("Predicted against measured step times, on faked devices.", rounds=5)
+    parser = arguments("Predicted against measured step times, on faked devices.", rounds=9)
     parser.add_argument("--mesh", type=Path, help="a preset of `jaxpar calibrate`; default: calibrate now")
     options = parser.parse_args()
     warn_if_busy()

@@ -180,7 +180,7 @@ def test_what_a_part_of_a_model_reaches_is_found_from_a_step_of_which_the_rest_i
     kind = load_preset("laptop-8").device if on_cpu else H200
     device = replace(kind, efficiency={"bfloat16": 0.8, "attention": 0.25, "cache": 0.125, "experts": 0.5})
     for trial in trials(on_cpu):
-        plan = Plan(MeshSpec(dp=8), dtype="bfloat16", chunk=trial.tokens)
+        plan = Plan(MeshSpec.from_sizes({trial.axis: 8}), dtype="bfloat16", chunk=trial.tokens)
         requests = 8 * trial.requests
         (step,) = make_steps(trial.config, plan, trial.phase, requests, trial.tokens)
         taken = step_time(step, device, Assumptions(overlap=0)).seconds

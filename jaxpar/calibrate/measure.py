@@ -90,19 +90,22 @@ def calibrate(
     base = preset.device if preset else _kind(devices, samples)
     experts = preset.experts_over if preset else ("ep",)
     found = Calibration(spec, experts, base, tuple(rates), tuple(samples))
-    return _with_steps(found, make_mesh(MeshSpec(dp=spec.size), devices), say) if steps else found
+    return _with_steps(found, devices, say) if steps else found
 
 
-def _with_steps(found: Calibration, replicas: Mesh, say: Say) -> Calibration:
+def _with_steps(found: Calibration, devices: Sequence[jax.Device], say: Say) -> Calibration:
     """With overheads and with what parts of a model reach, each from real steps of which the rest is predicted."""
+    replicas = MeshSpec(dp=len(devices))
+    mesh = make_mesh(replicas, devices)
     runs = []
     for layers in LAYERS:
         say(f"decode steps of a narrow model of {counted(layers, 'layer')}")
-        runs.append(run_steps(replicas, narrow(layers), "decode", 1, 32))
+        runs.append(run_steps(mesh, replicas, narrow(layers), "decode", 1, 64))
     found = replace(found, overheads=overheads(found.device, runs))
-    for trial in trials(replicas.devices.flat[0].platform == "cpu"):
+    for trial in trials(devices[0].platform == "cpu"):
         say(f"{trial.phase} steps of a layer of {trial.card}")
-        run = run_steps(replicas, trial.config, trial.phase, trial.requests, trial.tokens)
+        spec = MeshSpec.from_sizes({trial.axis: len(devices)})
+        run = run_steps(make_mesh(spec, devices), spec, trial.config, trial.phase, trial.requests, trial.tokens)
         found = replace(found, reached={**found.reached, trial.efficiency: efficiency_of(trial, run, found.device)})
     return found
 

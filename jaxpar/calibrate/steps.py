@@ -1,4 +1,4 @@
-"""Real steps of models with random weights, a replica on every device."""
+"""Real steps of models with random weights."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from jaxpar.mesh import MeshSpec
 from jaxpar.plan import Phase, Plan
 from jaxpar.program import Programs, Weights
 
-_DECODED = 12
+_DECODED = 28
 """Tokens of each request that are decoded for a median."""
 
-_PREFILLED = 4
+_PREFILLED = 6
 
 
 @dataclass(frozen=True)
@@ -37,16 +37,14 @@ class Run:
     seconds: float
 
 
-def run_steps(mesh: Mesh, config: ModelConfig, phase: Phase, requests: int, tokens: int) -> Run:
-    """The median step of a model on a mesh of dp alone: `requests` of a replica, each of `tokens`.
+def run_steps(mesh: Mesh, spec: MeshSpec, config: ModelConfig, phase: Phase, requests: int, tokens: int) -> Run:
+    """The median step of a model, `requests` on each rank of a mesh of dp and ep alone, each of `tokens`.
 
     In prefill all tokens are one chunk; in decode the last few of them are those that are decoded.
     """
-    replicas, on_cpu = mesh.size, mesh.devices.flat[0].platform == "cpu"
-    plan = Plan(
-        mesh=MeshSpec(dp=replicas), dtype="float32" if on_cpu else "bfloat16", chunk=tokens, max_num_seqs=requests
-    )
-    programs, count = Programs(config, plan, mesh), replicas * requests
+    on_cpu = mesh.devices.flat[0].platform == "cpu"
+    plan = Plan(mesh=spec, dtype="float32" if on_cpu else "bfloat16", chunk=tokens, max_num_seqs=requests)
+    programs, count = Programs(config, plan, mesh), spec.size * requests
     weights = _weights(programs)
     timed = (
         _decoding(programs, weights, count, tokens)

@@ -1,4 +1,8 @@
-"""What attention and experts reach of what products and memory do, from real steps of one layer of a bundled card."""
+"""What attention and experts reach of what products and memory do, from real steps of one layer of a bundled card.
+
+Experts lie over all devices: what sorting rows, packing them and finding their way back takes besides the messages
+themselves counts as theirs.
+"""
 
 from __future__ import annotations
 
@@ -21,9 +25,13 @@ _LEAST = 1e-3
 
 
 class Trial(NamedTuple):
-    """A step that shows what a part of it reaches: `efficiency` is what a preset calls it."""
+    """A step that shows what a part of it reaches: `efficiency` is what a preset calls it.
+
+    All devices are on `axis`: replicas, or experts over all of them.
+    """
 
     efficiency: str
+    axis: str
     card: str
     phase: Phase
     requests: int
@@ -41,9 +49,9 @@ def trials(on_cpu: bool) -> Iterator[Trial]:
     """Small ones for a CPU; requests are those of a replica."""
     dense, experts = ("tiny", "tiny-moe") if on_cpu else ("llama-3.1-8b", "qwen3-235b-a22b")
     prompt, lanes, context = (256, 8, 256) if on_cpu else (8192, 32, 4096)
-    yield Trial("attention", dense, "prefill", 1, prompt)
-    yield Trial("cache", dense, "decode", lanes, context)
-    yield Trial("experts", experts, "prefill", 1, prompt)
+    yield Trial("attention", "dp", dense, "prefill", 1, prompt)
+    yield Trial("cache", "dp", dense, "decode", lanes, context)
+    yield Trial("experts", "ep", experts, "prefill", 1, prompt)
 
 
 def efficiency_of(trial: Trial, run: Run, device: DeviceKind) -> float:
