@@ -44,7 +44,7 @@ class Assumptions:
         None, "part of the peak that prefill attention reaches (the device's, or 0.3)"
     )
     cache_efficiency: float | None = _says(
-        None, "part of the memory's bandwidth at which decode attention reads the cache (the device's, or 0.55)"
+        None, "part of the memory's bandwidth at which decode attention reads the cache (the device's, or 0.85)"
     )
     skip_masked: bool = _says(True, "whether attention leaves out keys that no query of a tile sees")
     expert_efficiency: float | None = _says(

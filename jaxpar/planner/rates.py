@@ -10,7 +10,7 @@ from jaxpar.presets import DeviceKind
 TYPICAL_MATMUL = 0.75
 TYPICAL_FP8 = 0.5
 TYPICAL_MEMORY = 0.8
-TYPICAL_ATTENTION, TYPICAL_CACHE, TYPICAL_EXPERTS = 0.3, 0.55, 0.45
+TYPICAL_ATTENTION, TYPICAL_CACHE, TYPICAL_EXPERTS = 0.3, 0.85, 0.45
 TYPICAL_KERNEL = 3e-6
 """What engines reach on devices that nobody has measured here."""
 
