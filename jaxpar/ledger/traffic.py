@@ -30,7 +30,7 @@ class Traffic:
     `axes` are mesh axes in the mesh's order, each of size over 1; `message_bytes` the size of a rank's local operand in
     one call; `sent_bytes` what a rank sends over all `calls`. Both counts are of one step where `per` is empty, and of
     one iteration of the loop that `per` names where the trip count is known only when it runs ("rounds"; loops in loops
-    are joined by "*").
+    are joined by "*"). `ranks` is the size of the groups where they are equal parts of the axes; 0: all their ranks.
     """
 
     sublayer: str
@@ -41,6 +41,7 @@ class Traffic:
     message_bytes: int
     sent_bytes: int
     per: str = ""
+    ranks: int = 0
 
     @property
     def steps(self) -> int:
@@ -102,11 +103,15 @@ def steps_of(collective: str) -> int:
 
 def merge(rows: Iterable[Traffic]) -> list[Traffic]:
     """Rows that differ only in their calls become one, in the order in which each first stands."""
-    merged: dict[Traffic, Traffic] = {}
+    merged: dict[tuple[Any, ...], Traffic] = {}
     for row in rows:
-        key = replace(row, calls=0, sent_bytes=0)
-        seen = merged.get(key, key)
-        merged[key] = replace(row, calls=seen.calls + row.calls, sent_bytes=seen.sent_bytes + row.sent_bytes)
+        key = row.sublayer, row.strategy, row.collective, row.axes, row.message_bytes, row.per, row.ranks
+        seen = merged.get(key)
+        merged[key] = (
+            row
+            if seen is None
+            else replace(row, calls=seen.calls + row.calls, sent_bytes=seen.sent_bytes + row.sent_bytes)
+        )
     return list(merged.values())
 
 
