@@ -22,6 +22,7 @@ from jaxpar.ledger.predict import local_bytes, predict_flops, predict_traffic
 from jaxpar.ledger.steps import make_steps
 from jaxpar.plan import Phase, Plan
 from jaxpar.program import Programs
+from jaxpar.registry import running
 from jaxpar.strategies import Step
 
 TOLERANCE = 0.02
@@ -129,7 +130,9 @@ def compile_step(
     target.check(plan.mesh)
     steps = Counter(make_steps(config, plan, phase, batch, context, sampled))
     step = max(steps, key=lambda step: step.tokens * step.keys)
-    flops = predict_flops(step)  # which refuses what cannot run before a compiler is loaded
+    # What cannot run is refused before a compiler is loaded.
+    running(config, plan)
+    flops = predict_flops(step)
     require_compiler(target)
     programs = Programs(config, plan, target.mesh(plan.mesh))
     pages, memory = device_memory(programs, target, step, batch, context)

@@ -42,15 +42,23 @@ class Sent:
         return self.overlap is not None
 
     @property
+    def hidden_share(self) -> float:
+        """The part of a call's time that the work between its start and end takes, at most 1."""
+        return min(1.0, self.work_seconds / self.wire_seconds)
+
+    @property
     def hidden(self) -> Hidden:
-        """Whether the work in between takes as long as the call; "exposed" where there is none."""
-        if self.overlap is None or not self.overlap.instructions:
-            return "exposed"
-        return "hidden" if self.work_seconds >= self.wire_seconds else "partly"
+        """Whether that work takes as long as the call; less than a twentieth of it hides nothing."""
+        share = self.hidden_share
+        return "hidden" if share == 1 else "partly" if share >= 0.05 else "exposed"
 
     def to_json(self) -> dict[str, Any]:
         """All of it as plain data."""
-        return asdict(self) | {"asynchronous": self.asynchronous, "hidden": self.hidden}
+        return asdict(self) | {
+            "asynchronous": self.asynchronous,
+            "hidden": self.hidden,
+            "hidden_share": self.hidden_share,
+        }
 
 
 def sent_by(found: Iterable[HloCollective], plan: Plan, kind: DeviceKind) -> list[Sent]:
