@@ -89,7 +89,7 @@ def test_weights_that_do_not_fit_are_spread_over_as_many_ranks_as_it_takes() -> 
 
 
 def test_replicas_give_their_devices_to_weights_before_more_devices_are_asked_for() -> None:
-    assert advice(found("dp=8")).endswith(": --mesh dp=4,tp=2 leaves 9.946 GiB a device")
+    assert advice(found("dp=8")).endswith(": --mesh dp=4,tp=2 leaves 9.965 GiB a device")
 
 
 def test_a_target_that_is_too_small_for_the_remedy_is_named() -> None:
