@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
 from jaxpar.ledger.hlo import HloCollective
 from jaxpar.ledger.hlo_overlap import Overlap
-from jaxpar.nodes import levels
 from jaxpar.plan import Plan
 from jaxpar.presets import DeviceKind
 
@@ -75,9 +75,6 @@ def sent_by(found: Iterable[HloCollective], plan: Plan, kind: DeviceKind) -> lis
 
 
 def _row(one: HloCollective, plan: Plan, kind: DeviceKind) -> Sent:
-    ranks = max(len(set(group)) for group in one.groups)
-    where = levels(plan, plan.mesh.active(plan.mesh.sizes) if one.axes is None else one.axes)
-    across = bool(where.across or where.both)
     work = one.overlap or Overlap()
     return Sent(
         one.sublayer,
@@ -89,6 +86,12 @@ def _row(one: HloCollective, plan: Plan, kind: DeviceKind) -> Sent:
         one.message_bytes,
         one.sent_bytes,
         one.overlap,
-        wire_seconds=kind.links.seconds(one.collective, one.message_bytes, ranks, across),
-        work_seconds=max(work.flops / kind.peak_bf16_flops, work.bytes / kind.memory_bandwidth),
+        wire_seconds=kind.links.seconds(one.collective, one.message_bytes, *_spread(one, kind.devices_per_node)),
+        work_seconds=max(work.flops / kind.flops(plan.dtype), work.bytes / kind.memory_rate),
     )
+
+
+def _spread(one: HloCollective, devices_per_node: int) -> tuple[int, int]:
+    """Ranks of a group on one node, and nodes that it has ranks on: of the group that lies on most nodes."""
+    nodes = [Counter(rank // devices_per_node for rank in set(group)) for group in one.groups]
+    return max(((max(counts.values()), len(counts)) for counts in nodes), key=lambda spread: (spread[1], spread[0]))
