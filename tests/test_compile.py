@@ -10,7 +10,7 @@ from command_line import run
 from jaxpar.aot import targets
 from jaxpar.aot.compile import CompiledStep, device_memory
 from jaxpar.aot.every import cut_card, every_case
-from jaxpar.aot.memory import DeviceMemory, used_of
+from jaxpar.aot.memory import DeviceMemory, needed_of
 from jaxpar.aot.remedy import remedy
 from jaxpar.aot.sent import sent_by
 from jaxpar.aot.targets import Target
@@ -72,11 +72,12 @@ def test_the_largest_item_is_named(weights: int, cache: int, temporaries: int, l
     assert DeviceMemory(9, weights, cache, 0, temporaries=temporaries).largest == largest
 
 
-def test_the_compiler_s_word_on_a_program_that_does_not_fit_is_read() -> None:
-    said = "RESOURCE_EXHAUSTED: XLA:TPU compile permanent error. Ran out of memory in memory space hbm. "
-    assert used_of(f"{said}Used 98.50G of 95.74G hbm. Exceeded hbm capacity by 2.76G.") == int(98.5 * GIB)
-    assert used_of(said) == 0
-    assert used_of("INTERNAL: something else, Used 98.50G of 95.74G") is None
+@pytest.mark.parametrize("prefix", ["", "E1000: CompileTimeHbmOom: "], ids=["JAX 0.10", "JAX 0.12"])
+def test_the_compiler_s_word_on_a_program_that_does_not_fit_is_read(prefix: str) -> None:
+    said = "the total memory required for HLO temporaries (167.66G) exceeds available HBM (15.75G)."
+    assert needed_of(f"RESOURCE_EXHAUSTED: {prefix}Ran out of memory on HBM, {said}") == int(167.66 * GIB)
+    assert needed_of(f"INTERNAL: {said}") is None
+    assert needed_of("RESOURCE_EXHAUSTED: too many files") is None
 
 
 # Remedies

@@ -9,7 +9,7 @@ from typing import Any
 
 import jax
 
-from jaxpar.aot.memory import DeviceMemory, used_of
+from jaxpar.aot.memory import DeviceMemory, needed_of
 from jaxpar.aot.sent import Sent, sent_by
 from jaxpar.aot.targets import Target, require_compiler
 from jaxpar.checkpoint.config import ModelConfig
@@ -64,7 +64,7 @@ class CompiledStep:
     @property
     def compiled(self) -> bool:
         """Whether there is a program."""
-        return self.memory.temporaries is not None
+        return bool(self.flops)
 
     @property
     def flops_ratio(self) -> float | None:
@@ -157,10 +157,10 @@ def _compiled(found: CompiledStep, programs: Programs, pages: int) -> CompiledSt
     try:
         compiled = lowered.compile()
     except jax.errors.JaxRuntimeError as error:
-        used = used_of(str(error))
-        if used is None:
+        needed = needed_of(str(error))
+        if needed is None:
             raise
-        memory = replace(found.memory, used=max(used, found.memory.capacity + 1))
+        memory = replace(found.memory, temporaries=needed - found.memory.total)
         return replace(found, memory=memory, compile_seconds=time.monotonic() - begin)
     module = parse_module(compiled.as_text())
     collectives = collectives_of(module, found.plan.mesh.sizes)
