@@ -97,6 +97,6 @@ def test_a_gpu_compiler_of_another_version_than_jax_is_refused(monkeypatch: pyte
 
 @pytest.mark.parametrize("name", GPUS)
 def test_a_gpu_is_described_with_its_own_figures(name: str) -> None:
-    text = gpu_target_config(name)
+    text = gpu_target_config(GPUS[name])
     assert f"core_count: {GPUS[name].cores} " in text and f"major: {GPUS[name].capability} " in text
     assert text.count("{") == text.count("}")

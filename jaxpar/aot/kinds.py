@@ -10,15 +10,22 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 from jaxpar.kinds import KINDS
-
-TPU_DIMENSIONS: Mapping[str, int] = MappingProxyType({"v5e": 2, "v5p": 3, "v6e": 2, "tpu7x": 3})
-"""TPU generations by the name that a topology begins with, and the dimensions of their torus."""
+from jaxpar.presets import DeviceKind
 
 
 @dataclass(frozen=True)
-class Gpu:
-    """Streaming multiprocessors, bytes of L2 cache, clock in GHz, memory as CUDA reports it, and capability."""
+class TpuKind:
+    """A TPU generation, and how many dimensions its torus has."""
 
+    device: DeviceKind
+    dimensions: int
+
+
+@dataclass(frozen=True)
+class GpuKind:
+    """A GPU: streaming multiprocessors, bytes of L2 cache, clock in GHz, memory as CUDA reports it, and capability."""
+
+    device: DeviceKind
     cores: int
     l2_bytes: int
     clock_ghz: float
@@ -26,20 +33,29 @@ class Gpu:
     capability: int
 
 
-GPUS: Mapping[str, Gpu] = MappingProxyType(
+TPUS: Mapping[str, TpuKind] = MappingProxyType(
     {
-        "h100": Gpu(132, 52428800, 1.98, 84942979072, 9),
-        "h200": Gpu(132, 52428800, 1.98, 151397597184, 9),
-        "h20": Gpu(78, 62914560, 1.98, 102000000000, 9),
-        "b200": Gpu(148, 132644864, 1.965, 191514411008, 10),
+        "v5e": TpuKind(KINDS["v5e"], 2),
+        "v5p": TpuKind(KINDS["v5p"], 3),
+        "v6e": TpuKind(KINDS["v6e"], 2),
+        "tpu7x": TpuKind(KINDS["tpu7x"], 3),
+    }
+)
+"""TPU generations by the name that a topology begins with."""
+
+GPUS: Mapping[str, GpuKind] = MappingProxyType(
+    {
+        "h100": GpuKind(KINDS["h100"], 132, 52428800, 1.98, 84942979072, 9),
+        "h200": GpuKind(KINDS["h200"], 132, 52428800, 1.98, 151397597184, 9),
+        "h20": GpuKind(KINDS["h20"], 78, 62914560, 1.98, 102000000000, 9),
+        "b200": GpuKind(KINDS["b200"], 148, 132644864, 1.965, 191514411008, 10),
     }
 )
 """GPUs by the name that a target begins with."""
 
 
-def gpu_target_config(name: str) -> str:
+def gpu_target_config(gpu: GpuKind) -> str:
     """XLA's GpuTargetConfigProto of a GPU, as text."""
-    gpu, bandwidth = GPUS[name], int(KINDS[name].memory_bandwidth)
     return f"""
 gpu_device_info {{
   threads_per_block_limit: 1024 threads_per_warp: 32 threads_per_core_limit: 2048
@@ -47,7 +63,7 @@ gpu_device_info {{
   core_count: {gpu.cores} fpus_per_core: 128 clock_rate_ghz: {gpu.clock_ghz}
   block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535
   thread_dim_limit_x: 1024 thread_dim_limit_y: 1024 thread_dim_limit_z: 64
-  memory_bandwidth: {bandwidth} device_memory_size: {gpu.memory_bytes}
+  memory_bandwidth: {int(gpu.device.memory_bandwidth)} device_memory_size: {gpu.memory_bytes}
   l2_cache_size: {gpu.l2_bytes} registers_per_core_limit: 65536 registers_per_block_limit: 65536
   cuda_compute_capability {{ major: {gpu.capability} feature_extension: ACCELERATED_FEATURES }}
 }}

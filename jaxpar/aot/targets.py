@@ -22,10 +22,9 @@ import jax
 from jax.experimental import topologies
 from jax.sharding import Mesh
 
-from jaxpar.aot.kinds import GPUS, TPU_DIMENSIONS, gpu_target_config
+from jaxpar.aot.kinds import GPUS, TPUS, gpu_target_config
 from jaxpar.devices import make_mesh
 from jaxpar.errors import MeshError
-from jaxpar.kinds import KINDS
 from jaxpar.mesh import MAX_RANKS, MeshSpec
 from jaxpar.presets import DeviceKind
 from jaxpar.values import shown
@@ -64,14 +63,12 @@ class Target:
             MeshError: an unknown kind, or a shape that it does not come in.
         """
         name, _, written = text.strip().lower().partition(":")
-        if name not in TPU_DIMENSIONS and name not in GPUS:
-            raise MeshError(
-                f"target {shown(text)}: unknown kind; use {', '.join([*TPU_DIMENSIONS, *GPUS])}: {_EXAMPLES}"
-            )
+        if name not in TPUS and name not in GPUS:
+            raise MeshError(f"target {shown(text)}: unknown kind; use {', '.join([*TPUS, *GPUS])}: {_EXAMPLES}")
         if not re.fullmatch(r"[1-9]\d{0,4}(x[1-9]\d{0,4}){1,2}", written):
             raise MeshError(f"target {shown(text)}: {shown(written)} is no shape; {_EXAMPLES}")
         sizes = [int(size) for size in written.split("x")]
-        dimensions = TPU_DIMENSIONS.get(name, 3)
+        dimensions = TPUS[name].dimensions if name in TPUS else 3
         if len(sizes) != dimensions:
             example = "x".join(["4"] * dimensions)
             raise MeshError(f"target {shown(text)}: {name} has {dimensions} dimensions; write {name}:{example}")
@@ -82,12 +79,14 @@ class Target:
     @property
     def platform(self) -> Platform:
         """The compiler that it takes: "tpu" or "gpu"."""
-        return "tpu" if self.name in TPU_DIMENSIONS else "gpu"
+        return "tpu" if self.name in TPUS else "gpu"
 
     @property
     def kind(self) -> DeviceKind:
         """What one of its devices can do; a node is a TPU slice, or a host's GPUs."""
-        return replace(KINDS[self.name], devices_per_node=self.size if self.platform == "tpu" else self.shape[2])
+        if self.name in TPUS:
+            return replace(TPUS[self.name].device, devices_per_node=self.size)
+        return replace(GPUS[self.name].device, devices_per_node=self.shape[2])
 
     @property
     def size(self) -> int:
@@ -112,7 +111,7 @@ class Target:
         jax.config.update("jax_platforms", "cpu")
         options: Mapping[str, str] = {"topology_name": str(self)}
         if self.platform == "gpu":
-            options = {"topology": "x".join(map(str, self.shape)), "target_config": gpu_target_config(self.name)}
+            options = {"topology": "x".join(map(str, self.shape)), "target_config": gpu_target_config(GPUS[self.name])}
         try:
             topology = topologies.get_topology_desc(platform={"gpu": "cuda"}.get(self.platform, "tpu"), **options)
         except Exception as error:  # JaxRuntimeError, whose type JAX moves about
@@ -139,7 +138,7 @@ class Target:
 
     def __str__(self) -> str:
         """The text that `parse` reads."""
-        dimensions = TPU_DIMENSIONS.get(self.name, 3)
+        dimensions = TPUS[self.name].dimensions if self.name in TPUS else 3
         return f"{self.name}:{'x'.join(map(str, self.shape[:dimensions]))}"
 
     @property
