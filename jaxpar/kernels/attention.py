@@ -8,8 +8,6 @@ Where shapes must not matter (`fixed`) all backends run the tiles.
 
 from __future__ import annotations
 
-from typing import Any
-
 import jax
 
 from jaxpar.attention import tiles
@@ -33,8 +31,9 @@ def attend(
     if fixed is not None:
         return tiles.attend(q, k, v, q_positions, k_positions, window, scale, onto, fixed)
 
-    def in_tiles(*operands: Any) -> Partial:
-        *arrays, window, onto = operands
-        return tiles.attend(*arrays, window, scale, onto)
+    def in_tiles(
+        q: jax.Array, k: jax.Array, v: jax.Array, q_at: jax.Array, k_at: jax.Array, onto: Partial | None
+    ) -> Partial:
+        return tiles.attend(q, k, v, q_at, k_at, window, scale, onto)
 
-    return by_backend(q, k, v, q_positions, k_positions, window, onto, default=in_tiles)
+    return by_backend(q, k, v, q_positions, k_positions, onto, default=in_tiles)
