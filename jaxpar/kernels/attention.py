@@ -1,17 +1,20 @@
 """Attention of queries over a bag of keys, as each backend computes it best.
 
     CPU    tiles of XLA operations (`attention/tiles.py`)
-    TPU    a kernel that takes positions as data (`kernels/tpu_attention.py`)
+    TPU    a kernel that takes positions as data (`kernels/tpu_flash.py`)
 
 Where shapes must not matter (`fixed`) all backends run the tiles.
 """
 
 from __future__ import annotations
 
+from functools import partial
+
 import jax
 
 from jaxpar.attention import tiles
 from jaxpar.attention.partial import Partial, Window
+from jaxpar.kernels import tpu_flash
 from jaxpar.kernels.backend import by_backend
 from jaxpar.plan import Phase
 
@@ -36,4 +39,5 @@ def attend(
     ) -> Partial:
         return tiles.attend(q, k, v, q_at, k_at, window, scale, onto)
 
-    return by_backend(q, k, v, q_positions, k_positions, onto, default=in_tiles)
+    kernel = partial(tpu_flash.attend, window=window, scale=scale)
+    return by_backend(q, k, v, q_positions, k_positions, onto, tpu=kernel, default=in_tiles)
