@@ -9,9 +9,9 @@ import jax.numpy as jnp
 
 from jaxpar.attention.latent import Bag, Latent, attend_absorbed, expand
 from jaxpar.attention.partial import Partial, Window, with_sinks
-from jaxpar.attention.tiles import attend
 from jaxpar.collectives.move import Groups
 from jaxpar.fixed import by_row
+from jaxpar.kernels.attention import attend
 from jaxpar.plan import Phase
 
 
