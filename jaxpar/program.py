@@ -232,7 +232,7 @@ class Programs:
             # Every rank of cp has the new tokens, and the one that the position names stores them.
             mine = owner(stored, plan.mesh.cp, plan.cp_interleave) == rank_index(plan.sequence)
             stored = jnp.where(mine, stored, -1)
-        return PagedStore(positions_plane, batch.table, batch.start[:, 0], stored)
+        return PagedStore(positions_plane, batch.table, batch.start[:, 0], stored, in_order=plan.mesh.cp == 1)
 
     def _context(
         self, batch: StepBatch, store: PagedStore, step: Step, strategies: Mapping[str, Strategy]
