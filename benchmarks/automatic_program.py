@@ -24,7 +24,8 @@ from jax.sharding import PartitionSpec as P
 
 from jaxpar.attention import local
 from jaxpar.attention.bind import bound
-from jaxpar.attention.cache import Cache, PagedStore
+from jaxpar.attention.cache import Cache
+from jaxpar.attention.store import PagedStore
 from jaxpar.batch import StepBatch, StepOutput
 from jaxpar.checkpoint.config import ModelConfig
 from jaxpar.checkpoint.load import load_weights
