@@ -40,6 +40,7 @@ COMMANDS = (
     "strategies",
     "train",
     "doctor",
+    "calibrate",
 )
 
 

@@ -22,6 +22,7 @@ _COMMANDS = (
     "generate",
     "verify",
     "ledger",
+    "compile",
     "mesh",
     "layout",
     "pipeline",
@@ -29,6 +30,7 @@ _COMMANDS = (
     "strategies",
     "train",
     "doctor",
+    "calibrate",
 )
 
 # Typer exports only the leaf of its usage errors, and newer versions no longer use click's.
