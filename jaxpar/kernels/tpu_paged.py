@@ -94,7 +94,7 @@ def attend(
     table = _whole(pages.table, in_block).reshape(-1, 1, in_block)
     positions = _whole(k_positions, keys)
     width = jnp.asarray(NO_WINDOW if window is None else window, jnp.int32).reshape(1)
-    work = _work_of(q_positions, positions.reshape(lanes, -1, keys), width)
+    work = _work_of(q_positions, positions.reshape(lanes, -1, keys), width[0])
     cores, items = work.lane.shape
 
     def here(core: Any, item: Any, number: Ref, lane: Ref, block: Ref, *_: Ref) -> tuple[Any, ...]:
