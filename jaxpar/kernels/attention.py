@@ -65,14 +65,15 @@ def attend_pages(
     """
 
     def in_tiles(q: jax.Array, bag: Bag, pages: Pages, q_at: jax.Array, k_at: jax.Array) -> Partial:
-        return attend(q, *bag, q_at, k_at, window, scale)
+        return tiles.attend(q, *bag, q_at, k_at, window, scale)
 
-    def in_pages(q: jax.Array, bag: Bag, pages: Pages, q_at: jax.Array, k_at: jax.Array) -> Partial:
-        return tpu_paged.attend(q, pages, q_at, k_at, window, scale)
+    def on_tpu(q: jax.Array, bag: Bag, pages: Pages, q_at: jax.Array, k_at: jax.Array) -> Partial:
+        if tpu_paged.fits(pages):
+            return tpu_paged.attend(q, pages, q_at, k_at, window, scale=scale)
+        return tpu_flash.attend(q, *bag, q_at, k_at, None, window, scale=scale)
 
     def on_gpu(q: jax.Array, bag: Bag, pages: Pages, q_at: jax.Array, k_at: jax.Array) -> Partial:
-        return gpu_flash.attend_pages(q, pages, q_at, k_at, window, scale)
+        return gpu_flash.attend_pages(q, pages, q_at, k_at, window, scale=scale)
 
-    paged = in_pages if tpu_paged.fits(pages) else None
     gpu = on_gpu if gpu_flash.fits(pages.k, pages.v) else None
-    return by_backend(q, bag, pages, q_positions, k_positions, tpu=paged, gpu=gpu, default=in_tiles)
+    return by_backend(q, bag, pages, q_positions, k_positions, tpu=on_tpu, gpu=gpu, default=in_tiles)

@@ -45,6 +45,8 @@ def fits(*planes: jax.Array) -> bool:
     return all(LEAST <= x.shape[-1] == x.shape[-1] & -x.shape[-1] and x.size < 1 << 31 for x in planes)
 
 
+# Traced once for all layers: a kernel takes long to trace.
+@partial(jax.jit, static_argnames=("scale", "interpret"))
 def attend(
     q: jax.Array,
     k: jax.Array,
@@ -64,6 +66,8 @@ def attend(
     return _attend(q, planes, None, q_positions, k_positions, block, onto, window, scale, interpret)
 
 
+# Traced once for all layers: a kernel takes long to trace.
+@partial(jax.jit, static_argnames=("scale", "interpret"))
 def attend_pages(
     q: jax.Array,
     pages: Pages,

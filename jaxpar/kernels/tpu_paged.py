@@ -64,6 +64,8 @@ def fits(pages: Pages) -> bool:
     return pages.k.shape[2] % rows == 0 and all(plane.shape[3] % LANES == 0 for plane in (pages.k, pages.v))
 
 
+# Traced once for all layers: a kernel takes long to trace.
+@partial(jax.jit, static_argnames=("scale", "interpret"))
 def attend(
     q: jax.Array,
     pages: Pages,
