@@ -6,6 +6,8 @@ the rows that have an expert, not by those that there is room for.
 
 from __future__ import annotations
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 from jax.experimental.pallas.ops.tpu.megablox.gmm import gmm
@@ -30,6 +32,8 @@ def fits(rows: jax.Array, weights: jax.Array, contracted: int) -> bool:
     return not len(rows) % ROWS[-1] and not any(size % LANES for size in weights.shape[1:])
 
 
+# Traced once for all layers.
+@partial(jax.jit, static_argnames=("contracted", "interpret"))
 def product(
     rows: jax.Array, weights: jax.Array, counts: jax.Array, contracted: int, interpret: bool = False
 ) -> jax.Array:
