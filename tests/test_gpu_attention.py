@@ -30,9 +30,10 @@ def assert_same(found: Partial, expected: Partial) -> None:
     assert not np.isnan(found.out).any()
 
 
-def bag(queries: int, keys: int, heads: int = 2, lanes: int = 2, group: int = 2) -> list[np.ndarray]:
+def bag(queries: int, keys: int, heads: int = 2, lanes: int = 2, group: int = 2, size: int = 16) -> list[np.ndarray]:
     """Queries and keys of requests of other lengths, in any order, some of which are padding; what is none is NaN."""
-    q, k, v = normal(heads, lanes, queries, group, 16), normal(heads, lanes, keys, 16), normal(heads, lanes, keys, 32)
+    q, k = normal(heads, lanes, queries, group, size), normal(heads, lanes, keys, size)
+    v = normal(heads, lanes, keys, 32)
     q_at = np.stack([np.where(np.arange(queries) < queries - lane, keys - queries + np.arange(queries), -1)
                      for lane in range(lanes)])  # fmt: skip
     k_at = np.stack([RNG.permutation(np.where(np.arange(keys) < keys - 7 * lane, np.arange(keys), -1))
@@ -45,7 +46,7 @@ def bag(queries: int, keys: int, heads: int = 2, lanes: int = 2, group: int = 2)
     ("arrays", "window", "onto"),
     [
         (bag(70, 100), None, False),
-        (bag(5, 150, group=3), 9, True),
+        (bag(5, 150, group=3, size=48), 9, True),
         (bag(1, 300, lanes=3), None, False),
         (bag(1, 70), 33, True),
     ],
@@ -99,9 +100,10 @@ def test_the_kernel_says_the_flops_of_its_tiles() -> None:
     assert [row.flops for row in trace_flops(traced)] == [tiles.attend_flops(2, 4, 2, 1, 300, 16, 32)]
 
 
-def test_sizes_that_are_no_power_of_two_are_left_to_xla() -> None:
+def test_sizes_that_are_no_whole_blocks_are_left_to_xla() -> None:
     def fits(*sizes: int) -> bool:
         return gpu_flash.fits(*(jax.ShapeDtypeStruct((2, 3, 64, size), jnp.bfloat16) for size in sizes))
 
-    assert fits(128, 128) and fits(64, 256)
-    assert not fits(192, 128) and not fits(128, 80) and not fits(8, 8)
+    assert fits(128, 128) and fits(64, 256) and fits(192, 128) and fits(80, 64)
+    assert not fits(576, 512) and not fits(128, 80) and not fits(8, 8) and not fits(24, 16)
+    assert gpu_flash._parts(192) == [(0, 128), (128, 64)]

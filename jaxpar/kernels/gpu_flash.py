@@ -10,6 +10,8 @@ cells and rows are few, as in decode, the list is dealt out to several of the gr
 
 from __future__ import annotations
 
+import functools
+import operator
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -40,9 +42,14 @@ class _Lists(NamedTuple):
     seen: jax.Array
 
 
-def fits(*planes: jax.Array) -> bool:
-    """Whether the kernel takes keys and values of these sizes: powers of 2, of whose places an int32 can count."""
-    return all(LEAST <= x.shape[-1] == x.shape[-1] & -x.shape[-1] and x.size < 1 << 31 for x in planes)
+MOST_SIZE = 256
+"""Numbers of a key or a value, at most: with more, blocks and results leave the registers."""
+
+
+def fits(k: jax.Array, v: jax.Array) -> bool:
+    """Whether the kernel takes these: whole blocks of numbers, and places in the planes that an int32 can count."""
+    small = all(x.shape[-1] <= MOST_SIZE and x.size < 1 << 31 for x in (k, v))
+    return small and not k.shape[-1] % LEAST and len(_parts(v.shape[-1])) == 1 and v.shape[-1] >= LEAST
 
 
 # Traced once for all layers: a kernel takes long to trace.
@@ -148,7 +155,8 @@ def _kernel(
     lane = lax.rem(cell, lanes)
     keys = k_at.shape[1]
     mine = pl.ds(row * tile, tile)
-    queries = q[cell, mine, :]
+    parts = [pl.ds(*part) for part in _parts(q.shape[-1])]
+    queries = [q[cell, mine, part] for part in parts]
     query_at = q_at[lane, mine]
     rows, size = tile, v.shape[-1]
 
@@ -157,7 +165,8 @@ def _kernel(
         start = blocks[lane, row, index] * block
         at = pl.ds(start, block)
         where = pl.ds(cell * keys + start, block) if places is None else places[cell, at]
-        scores = dot(queries, k[where, :].T) * scale
+        pairs = zip(queries, parts, strict=True)
+        scores = functools.reduce(operator.add, (dot(query, k[where, part].T) for query, part in pairs)) * scale
         of_keys = v[where, :]
         if masked:
             key_at = k_at[lane, at]
@@ -196,3 +205,9 @@ def _whole(x: jax.Array, axis: int, block: int, value: int = 0) -> jax.Array:
     missing = -x.shape[axis] % block
     widths = [(0, missing if dim == axis else 0) for dim in range(x.ndim)]
     return jnp.pad(x, widths, constant_values=value) if missing else x
+
+
+def _parts(size: int) -> list[tuple[int, int]]:
+    """Starts and lengths of the powers of 2 that make up `size`, the largest first: 192 is 128 and 64."""
+    bits = [1 << bit for bit in reversed(range(size.bit_length())) if size >> bit & 1]
+    return [(sum(bits[:number]), length) for number, length in enumerate(bits)]
