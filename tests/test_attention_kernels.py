@@ -58,15 +58,14 @@ def in_kernel(x: Problem, window: int | None, onto: Partial | None = None) -> Pa
     return jax.jit(run)(*x, onto)
 
 
-@pytest.mark.parametrize("window", [None, 90])
-@pytest.mark.parametrize(("queries", "keys", "group"), [(1, 40, 3), (200, 700, 3)])
-def test_the_flash_kernel_equals_tiles(queries: int, keys: int, group: int, window: int | None) -> None:
-    x = problem(queries, keys, group)
+@pytest.mark.parametrize(("queries", "keys", "window"), [(1, 40, None), (200, 700, 90)])
+def test_the_flash_kernel_equals_tiles(queries: int, keys: int, window: int | None) -> None:
+    x = problem(queries, keys, group=3)
     assert_equal(in_kernel(x, window), tiles.attend(*x, window, SCALE))
 
 
 def test_the_flash_kernel_goes_on_from_a_part() -> None:
-    x = problem(130, 600, 2)
+    x = problem(200, 600, 3)
     first, second = (
         x._replace(k=x.k[:, :, part], v=x.v[:, :, part], k_positions=x.k_positions[:, part])
         for part in (slice(256), slice(256, None))
@@ -126,8 +125,7 @@ def cached(lengths: list[int], width: int, heads: int, page: int = 8, size: int 
     return Cached(Pages(k, v, jnp.asarray(table)), positions, np.asarray(lengths, np.int32))
 
 
-@pytest.mark.parametrize("window", [None, 100])
-@pytest.mark.parametrize(("lengths", "group"), [([600, 0, 1, 130], 3), ([512, 77, 600], 1)])
+@pytest.mark.parametrize(("lengths", "group", "window"), [([600, 0, 1, 130], 3, None), ([512, 77, 600], 1, 100)])
 def test_the_paged_kernel_equals_tiles_over_what_the_pages_hold(
     lengths: list[int], group: int, window: int | None
 ) -> None:
@@ -155,12 +153,9 @@ def test_tokens_are_written_in_place_as_by_a_scatter() -> None:
         np.testing.assert_array_equal(after, expected)
 
 
-@pytest.mark.parametrize("tokens", [1, 5])
-def test_positions_that_are_counted_equal_those_that_are_looked_up(
-    tokens: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_positions_that_are_counted_equal_those_that_are_looked_up(monkeypatch: pytest.MonkeyPatch) -> None:
     x = cached([17, 0, 40], 7, heads=1)
-    new = x.start[:, None] + np.arange(tokens, dtype=np.int32)
+    new = x.start[:, None] + np.arange(5, dtype=np.int32)
     new[1] = -1
     step = (jnp.asarray(x.positions), x.pages.table, jnp.asarray(x.start), jnp.asarray(new))
     looked_up = PagedStore(*step).key_positions
