@@ -24,7 +24,8 @@ from jax.sharding import PartitionSpec as P
 
 from jaxpar.attention import local
 from jaxpar.attention.bind import bound
-from jaxpar.attention.cache import Cache, PagedStore
+from jaxpar.attention.cache import Cache
+from jaxpar.attention.store import PagedStore
 from jaxpar.batch import StepBatch, StepOutput
 from jaxpar.checkpoint.config import ModelConfig
 from jaxpar.checkpoint.load import load_weights
@@ -62,7 +63,7 @@ class Apart(nnx.Module):
 class HeadsApart(PagedStore):
     """Pages gathered and written under each head."""
 
-    def _write(self, plane: jax.Array, new: jax.Array) -> jax.Array:
+    def _scatter(self, plane: jax.Array, new: jax.Array) -> jax.Array:
         picked = jnp.take_along_axis(new, self._token.reshape(new.shape[0], -1, 1, 1), axis=1).transpose(2, 0, 1, 3)
         picked = picked.reshape(plane.shape[0], *self._token.shape, plane.shape[-1])
 

@@ -39,6 +39,7 @@ COMMANDS = (
     "balance",
     "strategies",
     "train",
+    "doctor",
     "calibrate",
 )
 

@@ -140,6 +140,9 @@ def test_a_kernel_has_the_flops_that_its_author_says() -> None:
     config = 'custom_call_target="tpu_custom_call", backend_config={"custom_call_config":{"body":"TUw=",\
 "cost_estimate":{"flops":"4096","transcendentals":"8","bytes_accessed":"16"}}}'
     assert one_instruction("f32[8,32]", "custom-call", config, "f32[8,16]") == {"unscoped": 4096}
+    config = r'custom_call_target="__gpu$xla.gpu.triton", backend_config={ir = "ML\\EF\\22", num_warps = 4 : i32, '
+    config += r'serialized_metadata = "{\22flops\22: \224096\22}"}'
+    assert one_instruction("f32[8,32]", "custom-call", config, "f32[8,16]") == {"unscoped": 4096}
 
 
 def test_both_readings_share_one_text() -> None:

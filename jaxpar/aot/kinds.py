@@ -54,6 +54,10 @@ GPUS: Mapping[str, GpuKind] = MappingProxyType(
 """GPUs by the name that a target begins with."""
 
 
+_KNOWN = {"NVIDIA H20": "NVIDIA H200"}
+"""Kinds that JAX does not know -> one that it does, of the same architecture: Pallas asks it for that."""
+
+
 def gpu_target_config(gpu: GpuKind) -> str:
     """XLA's GpuTargetConfigProto of a GPU, as text."""
     return f"""
@@ -67,6 +71,7 @@ gpu_device_info {{
   l2_cache_size: {gpu.l2_bytes} registers_per_core_limit: 65536 registers_per_block_limit: 65536
   cuda_compute_capability {{ major: {gpu.capability} feature_extension: ACCELERATED_FEATURES }}
 }}
+device_description_str: "{_KNOWN.get(gpu.device.kind, gpu.device.kind)}"
 platform_name: "CUDA"
 dnn_version_info {{ major: 9 minor: 10 }}
 """

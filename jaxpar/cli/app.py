@@ -29,6 +29,7 @@ _COMMANDS = (
     "balance",
     "strategies",
     "train",
+    "doctor",
     "calibrate",
 )
 
