@@ -9,8 +9,8 @@ prompt at a time in t seconds and decodes all in steps of d seconds (output of O
     queue       r t / 2(1-r) + d/2        r = (B-1) t / cycle
 
 The queue is that of a server with deterministic service and vacations (Levy and Yechiali, 1975): a prompt waits for
-the prefills before it, and for half of the decode step that is running. r is the load of the others, as who arrives in a
-closed system sees it without himself. Alone nobody waits.
+the prefills before it, and for half of the decode step that is running. r is the load of the others, since who arrives
+in a closed system finds it without himself. Alone nobody waits.
 
 Pools that prefill only have no decode steps to wait for. A prompt goes to the first of c replicas that is free:
 
@@ -50,9 +50,7 @@ class Served:
     prefilling: float
 
 
-def together(
-    prefill: float, interval: float, decode: float, output: int, lanes: int, requests: int
-) -> Served:
+def together(prefill: float, interval: float, decode: float, output: int, lanes: int, requests: int) -> Served:
     """Replicas that prefill and decode, with up to `lanes` requests on each, `requests` in all.
 
     Args:

@@ -6,7 +6,7 @@ is kept in which experts are split over all of ep, and dp counts the copies of e
 
     axes       pp x dp x ep x cp x tp = devices
     experts    over ep, with cp and tp or without
-    options    each field of the plan that changes what a step sends, computes or holds (`variants`)
+    options    each field of the plan that changes what a step sends, computes or holds (`options`)
 
 Whether a plan runs is the registry's word: `problem` asks the plan's own checks and every strategy's.
 """
@@ -88,6 +88,48 @@ def base_plans(
     ]
 
 
+def sparse(plans: Sequence[Plan], node: int) -> list[Plan]:
+    """Those of meshes whose axes grow in steps of four at least, or are a node; experts over ep alone or over all.
+
+    dp takes what is left, so that these reach everywhere that a few steps of `neighbours` do not.
+    """
+
+    def large_steps(axis: str) -> set[int]:
+        sizes = sorted({plan.mesh.sizes[axis] for plan in plans})
+        kept = [sizes[0]]
+        for size in sizes:
+            if size >= 4 * kept[-1]:
+                kept.append(size)
+        return {*kept, *({node} & {*sizes})}
+
+    allowed = {axis: large_steps(axis) for axis in ("pp", "ep", "cp", "tp")}
+
+    def ends(plan: Plan) -> bool:
+        inner = [axis for axis in ("cp", "tp") if plan.mesh.sizes[axis] > 1]
+        over = [axis for axis in inner if axis in plan.experts_over]
+        return over in ([], inner)
+
+    return [
+        plan for plan in plans if ends(plan) and all(plan.mesh.sizes[axis] in sizes for axis, sizes in allowed.items())
+    ]
+
+
+def neighbours(mesh: MeshSpec) -> list[MeshSpec]:
+    """The mesh itself, and those with a prime factor of one axis on another one."""
+    found = [mesh]
+    for giver, size in mesh.sizes.items():
+        for prime in _primes(size):
+            for taker in mesh.sizes:
+                if taker != giver:
+                    moved = {giver: size // prime, taker: mesh.sizes[taker] * prime}
+                    found.append(MeshSpec(**(mesh.sizes | moved)))
+    return found
+
+
+def _primes(number: int) -> list[int]:
+    return [n for n in range(2, number + 1) if number % n == 0 and all(n % k for k in range(2, n))]
+
+
 def problem(config: ModelConfig, plan: Plan) -> str | None:
     """Why jaxpar cannot run a plan, or None: the checks of the strategies that its steps would run."""
     try:
@@ -106,17 +148,12 @@ def changed(config: ModelConfig, plan: Plan, fields: dict[str, Any]) -> Plan | N
     return None if other == plan or problem(config, other) else other
 
 
-def variants(config: ModelConfig, plan: Plan, lossy: bool = False) -> Iterator[Plan]:
-    """Plans that differ from `plan` in one option, of those that jaxpar runs; `lossy` sums are left out unless asked.
+def options(config: ModelConfig, plan: Plan) -> Iterator[dict[str, Any]]:
+    """Changes of the plan's options, one at a time; not all of them are plans that run (`changed` asks).
 
-    Strategies come from the registry, so that one that is added there is tried here.
+    Strategies come from the registry, so that one that is added there is tried here. Sums that round more than the
+    dtype does are never chosen for anybody.
     """
-    for fields in _options(config, plan, lossy):
-        if (other := changed(config, plan, fields)) is not None:
-            yield other
-
-
-def _options(config: ModelConfig, plan: Plan, lossy: bool) -> Iterator[dict[str, Any]]:
     mesh = plan.mesh
     yield from ({"chunk": chunk} for chunk in CHUNKS)
     if mesh.tp > 1:
@@ -125,7 +162,7 @@ def _options(config: ModelConfig, plan: Plan, lossy: bool) -> Iterator[dict[str,
     if mesh.tp > config.num_key_value_heads and config.mla is None:
         yield from _each("kv_split", ("replicate", "head_dim"))
     if mesh.tp > 1 or mesh.cp > 1:
-        yield from _each("all_reduce", _names("all_reduce", lossy))
+        yield from _each("all_reduce", _names("all_reduce"))
     if mesh.cp > 1:
         yield from _each("prefill_attention", ("auto", *_over_cp("prefill_attention")))
         yield from _each("decode_attention", ("auto", *_over_cp("decode_attention")))
@@ -137,8 +174,8 @@ def _options(config: ModelConfig, plan: Plan, lossy: bool) -> Iterator[dict[str,
     else:
         yield from _each("two_batch_overlap", (False, True))
     if config.moe is not None and config.has_experts and plan.experts:
-        yield from _each("moe_dispatch", ("auto", *_names("moe_dispatch", lossy)))
-        for name in _names("moe_dispatch", lossy):
+        yield from _each("moe_dispatch", ("auto", *_names("moe_dispatch")))
+        for name in _names("moe_dispatch"):
             yield {"moe_dispatch": name, "moe_deduplicate": True}
         yield from ({"moe_dispatch": "all_to_all", "single_batch_overlap": blocks} for blocks in (1, 2, 4))
         if mesh.pp == 1:
@@ -155,15 +192,12 @@ def _each(field: str, values: Iterable[Any]) -> Iterator[dict[str, Any]]:
     return ({field: value} for value in values)
 
 
-def _names(sublayer: str, lossy: bool) -> Sequence[str]:
+def _names(sublayer: str) -> Sequence[str]:
     """Strategies of a sublayer that split something; those for bit-equal results cost more and save nothing."""
     return [
         strategy.name
         for strategy in STRATEGIES
-        if strategy.sublayer == sublayer
-        and strategy.axes
-        and strategy.name != "fixed_order"
-        and (lossy or not strategy.lossy)
+        if strategy.sublayer == sublayer and strategy.axes and strategy.name != "fixed_order" and not strategy.lossy
     ]
 
 
