@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 
-from jaxpar.errors import PlanError
 from jaxpar.plan import Plan
 from jaxpar.planner.memory import DeviceMemory
 from jaxpar.planner.serving import Served
@@ -129,23 +127,3 @@ class Estimate:
         if targets.tpot is not None:
             ratios.append(self.tpot / targets.tpot)
         return max(ratios)
-
-
-OBJECTIVES: dict[str, Callable[[Estimate], float]] = {
-    "throughput": lambda one: one.tokens_per_device,
-    "latency": lambda one: -one.latency,
-    "cost": lambda one: -one.device_seconds,
-}
-"""What is searched for, more being better: tokens a second of a device of the cluster, the seconds of a request, or the
-device-seconds of a token, for which devices may also be left out."""
-
-
-def find_objective(name: str) -> Callable[[Estimate], float]:
-    """The objective of a name.
-
-    Raises:
-        PlanError: there is none.
-    """
-    if name not in OBJECTIVES:
-        raise PlanError(f"objective={name!r} is unknown: use one of {', '.join(OBJECTIVES)}")
-    return OBJECTIVES[name]

@@ -11,8 +11,9 @@ from jaxpar.errors import JaxparError
 from jaxpar.plan import Plan
 from jaxpar.planner.assumptions import Assumptions
 from jaxpar.planner.cluster import Cluster
-from jaxpar.planner.estimate import Estimate, Pool, find_objective
+from jaxpar.planner.estimate import Estimate, Pool
 from jaxpar.planner.memory import DeviceMemory, memory_of, most_requests
+from jaxpar.planner.objectives import find_objective
 from jaxpar.planner.serving import Served, together
 from jaxpar.planner.timing import DecodeTime, PrefillTime, decode_time, prefill_time
 from jaxpar.planner.workload import Targets, Workload

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
+from jaxpar.errors import JaxparError
 from jaxpar.mesh import MeshSpec
 from jaxpar.plan import Plan
 from jaxpar.planner.estimate import Estimate
@@ -30,8 +31,17 @@ def best_pools(evaluator: Evaluator, estimates: Iterable[Estimate]) -> list[Esti
         return []
     fitting = [one for one in estimates if one.fits]
     firsts, seconds = _first(fitting, evaluator, _PREFILLS), _second(fitting, evaluator, _DECODES)
-    pairs = (list(_splits(evaluator, first, second)) for first in firsts for second in seconds)
-    return [max(of_pair, key=evaluator.key) for of_pair in pairs if of_pair]
+    pairs = (best_split(evaluator, first, second) for first in firsts for second in seconds)
+    return [one for one in pairs if one is not None]
+
+
+def best_split(evaluator: Evaluator, first: Plan, second: Plan) -> Estimate | None:
+    """The best deployment of replicas of two plans, the first of which prefills; None where there is none."""
+    try:
+        return max(_splits(evaluator, first, second), key=evaluator.key, default=None)
+    except JaxparError as error:
+        evaluator.problems[first] = str(error)
+        return None
 
 
 def copies(plan: Plan, count: int) -> Plan:
