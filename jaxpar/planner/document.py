@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
 from jaxpar.plan import Plan
 from jaxpar.planner.estimate import Estimate
-from jaxpar.planner.limits import Limit
 from jaxpar.planner.pareto import front
 from jaxpar.planner.search import Found
 from jaxpar.planner.shares import decode_parts, prefill_parts
 from jaxpar.planner.verdict import miss_of
 
 
-def found_json(found: Found, best: Sequence[Estimate], of_best: Sequence[Limit]) -> dict[str, Any]:
-    """The question, the best plans, the limits of the first, the front, and what is missed if anything."""
+def found_json(found: Found) -> dict[str, Any]:
+    """The question, how far the search went, the front, and what is missed if anything."""
     asked, miss = found.question, miss_of(found)
     return {
         "cluster": asdict(asked.cluster),
@@ -29,8 +27,6 @@ def found_json(found: Found, best: Sequence[Estimate], of_best: Sequence[Limit])
         "steps": found.steps,
         "met": found.met,
         "miss": None if miss is None else asdict(miss) | {"by": miss.by},
-        "best": [estimate_json(one) for one in best],
-        "limits": [asdict(limit) for limit in of_best],
         "front": [
             {
                 "pools": [plan_json(pool.plan) for pool in one.pools],
@@ -52,7 +48,7 @@ def estimate_json(one: Estimate) -> dict[str, Any]:
                 "devices": pool.devices,
                 "requests": pool.batch,
                 "memory": pool.memory.items | {"all": pool.memory.total, "device": pool.memory.device_bytes},
-                "largest": pool.memory.largest,
+                "largest": pool.largest,
             }
             for pool in one.pools
         ],

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+import numpy as np
+
 from jaxpar.checkpoint.config import ModelConfig
 from jaxpar.engine.sizes import bucket
 from jaxpar.errors import JaxparError
@@ -12,17 +14,19 @@ from jaxpar.plan import Plan
 from jaxpar.planner.assumptions import Assumptions
 from jaxpar.planner.cluster import Cluster
 from jaxpar.planner.estimate import Estimate, Pool
+from jaxpar.planner.imbalance import imbalance
 from jaxpar.planner.memory import DeviceMemory, memory_of, most_requests
 from jaxpar.planner.objectives import find_objective
 from jaxpar.planner.serving import Served, together
 from jaxpar.planner.timing import DecodeTime, PrefillTime, decode_time, prefill_time
 from jaxpar.planner.workload import Targets, Workload
 
-Key = tuple[bool, float, float]
-"""What estimates are ordered by, larger being better: what fits, how little targets are missed, the objective."""
+Key = tuple[bool, float, float, float]
+"""What estimates are ordered by, larger being better: what fits, how little targets are missed, the objective, and of
+equals in three digits of it the latency."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Question:
     """What is asked: a model on a cluster, its requests, how fast they must be, and what is best."""
 
@@ -32,6 +36,18 @@ class Question:
     targets: Targets
     assumed: Assumptions
     objective: str = "throughput"
+    loads: np.ndarray | None = None
+
+    def assumed_of(self, plan: Plan) -> Assumptions:
+        """What is assumed of a plan: where `loads` of experts [MoE layers, experts] are known, its own imbalance."""
+        if self.loads is None:
+            return self.assumed
+        ranks = plan.mesh.extent(plan.experts_over)
+        return replace(self.assumed, imbalance=imbalance(self.loads, ranks, plan.expert_slots))
+
+
+GAIN = 1e-3
+"""Less of the objective is no reason to set an option."""
 
 
 class Evaluator:
@@ -59,8 +75,16 @@ class Evaluator:
         return sum(len(time.steps) for time in self._prefill.values()) + len(self._decode)
 
     def key(self, one: Estimate) -> Key:
-        """Larger is better: what fits, then what meets the targets or misses them least, then the objective."""
-        return one.fits, -one.miss(self.question.targets), self._score(one)
+        """Larger is better."""
+        return one.fits, -one.miss(self.question.targets), float(f"{self._score(one):.3g}"), -one.latency
+
+    def gains(self, one: Estimate, than: Estimate) -> bool:
+        """Whether it is better by more than a choice between two options is worth."""
+        targets = self.question.targets
+        missed, score = than.miss(targets), self._score(than)
+        if one.fits != than.fits or one.miss(targets) < missed * (1 - GAIN):
+            return one.fits >= than.fits
+        return one.miss(targets) <= missed and self._score(one) > score + GAIN * abs(score)
 
     def prefill(self, plan: Plan) -> PrefillTime:
         """A prompt on each replica, all at once."""
@@ -68,7 +92,7 @@ class Evaluator:
             asked = self.question
             replicas = plan.mesh.dp * plan.mesh.ep
             self._prefill[plan] = prefill_time(
-                asked.config, plan, asked.cluster.device, asked.workload, asked.assumed, replicas
+                asked.config, plan, asked.cluster.device, asked.workload, asked.assumed_of(plan), replicas
             )
         return self._prefill[plan]
 
@@ -77,7 +101,7 @@ class Evaluator:
         if (plan, batch) not in self._decode:
             asked = self.question
             self._decode[plan, batch] = decode_time(
-                asked.config, plan, asked.cluster.device, asked.workload, asked.assumed, batch
+                asked.config, plan, asked.cluster.device, asked.workload, asked.assumed_of(plan), batch
             )
         return self._decode[plan, batch]
 
@@ -169,8 +193,9 @@ class Evaluator:
 
 
 def ranked(estimates: list[Estimate], key: Callable[[Estimate], Key]) -> list[Estimate]:
-    """From the best, one for each mesh and choice of expert axes."""
+    """From the best, one for each mesh and choice of expert axes that decodes, by itself or apart from prefill."""
     best: dict[object, Estimate] = {}
     for one in sorted(estimates, key=key, reverse=True):
-        best.setdefault(tuple((pool.plan.mesh, pool.plan.experts) for pool in one.pools), one)
+        replica = one.plan.mesh.sizes | ({"dp": 0} if one.apart else {})
+        best.setdefault((one.apart, *replica.values(), one.plan.experts), one)
     return list(best.values())

@@ -16,15 +16,12 @@ from jaxpar.heads import heads_of
 from jaxpar.mesh import AXES, MeshSpec
 from jaxpar.plan import Plan
 from jaxpar.planner.estimate import Estimate
-from jaxpar.planner.evaluate import Evaluator
+from jaxpar.planner.evaluate import GAIN, Evaluator
 from jaxpar.planner.pools import best_split, copies
 from jaxpar.planner.search import bare
 from jaxpar.planner.shares import contributions
 from jaxpar.planner.space import CHUNKS, changed, neighbours
 from jaxpar.tables import counted, human_bytes
-
-SAME = 1e-3
-"""Differences of the objective that say nothing."""
 
 
 @dataclass(frozen=True)
@@ -151,8 +148,8 @@ def compare(evaluator: Evaluator, one: Estimate, other: Estimate, name: str) -> 
     unit, scale = ("ms a request", 1e3) if asked.objective == "latency" else ("device-ms a token", 1e3)
     mine, theirs = (contributions(each, asked.objective) for each in (one, other))
     whole, new_whole = sum(mine.values()), sum(theirs.values())
-    if abs(new_whole / whole - 1) < SAME:
-        return f"{name} gives the same within {SAME:.1%}"
+    if abs(new_whole / whole - 1) < GAIN:
+        return f"{name} gives the same within {GAIN:.1%}"
     grows = {name: theirs.get(name, 0) - mine.get(name, 0) for name in {**mine, **theirs}}
     most = max(grows, key=lambda name: grows[name])
     text = f"{name} takes {scale * new_whole:.4g} {unit} in place of {scale * whole:.4g}"
@@ -187,7 +184,8 @@ def _fact(config: ModelConfig, plan: Plan, larger: Plan, axis: str) -> str:
         heads = heads_of(config, replace(larger, kv_split="replicate", max_num_seqs=1))
         stored = heads.tp * heads.kv_local
         if stored > config.num_key_value_heads:
-            return f"{config.num_key_value_heads} KV heads are stored as {stored}, with copies; FFN columns a rank {columns}"
+            copied = f"{config.num_key_value_heads} KV heads are stored as {stored}, with copies"
+            return f"{copied}; FFN columns a rank {columns}"
         return f"FFN columns a rank {columns}"
     if axis == "pp":
         return f"layers a stage {-(-config.num_hidden_layers // size)} to {-(-config.num_hidden_layers // new)}"

@@ -77,8 +77,8 @@ def best_table(best: Sequence[Estimate]) -> Table:
                 ]  # fmt: skip
             rows.append([
                 number if index == 0 else "", f"{role}{pool.plan.mesh}", options_of(pool.plan), pool.batch, *figures,
-                human_bytes(memory.total), f"{memory.total / memory.device_bytes:.0%}",
-                f"{memory.largest} {human_bytes(memory.items[memory.largest])}", bound,
+                human_bytes(pool.used_bytes), f"{pool.used_bytes / memory.device_bytes:.0%}",
+                f"{pool.largest} {human_bytes(memory.items[pool.largest])}", bound,
             ])  # fmt: skip
     return table("Best plans", columns, rows, left=3)
 
@@ -117,7 +117,7 @@ def _time_rows(phase: str, steps: Iterable[tuple[StepTime, int]]) -> list[list[o
     every = [(step, times) for step, times in steps]
     whole = sum(step.seconds * times for step, times in every)
     names = dict.fromkeys(part.name for step, _ in every for part in step.parts)
-    rows = []
+    rows: list[list[object]] = []
     for name in names:
         parts = [(part, times) for step, times in every for part in step.parts if part.name == name]
         sums = [
@@ -136,6 +136,34 @@ def _time_rows(phase: str, steps: Iterable[tuple[StepTime, int]]) -> list[list[o
     return rows
 
 
+def roofline_table(one: Estimate) -> Table:
+    """Each sublayer of each step: what it computes, reads and sends, and which of them takes longest."""
+    columns = [
+        "step", "times", "part", "GFLOP", "MB", "compute ms", "memory ms", "kernels ms", "sent ms", "hidden ms",
+        "over", "takes ms", "bound by",
+    ]  # fmt: skip
+    rows: list[list[object]] = []
+    steps = [(f"prefill {number}", step, times) for number, (step, times) in enumerate(one.prefill.steps, 1)]
+    for name, step, times in [*steps, ("decode", one.decode.step, one.decode.ticks)]:
+        for index, part in enumerate(step.parts):
+            figures = (part.compute, part.memory, part.kernels, part.sent, part.hidden)
+            over = dict.fromkeys("+".join(axes) for axes, seconds in part.sending if seconds)
+            rows.append([
+                name if not index else "", times if not index else "", part.name,
+                f"{part.flops / 1e9:.4g}", f"{part.bytes / 1e6:.4g}",
+                *(f"{1e3 * value:.4g}" if value else "" for value in figures),
+                " ".join(over), f"{1e3 * part.seconds:.4g}", part.bound,
+            ])  # fmt: skip
+    return table("The roofline of each sublayer, all layers of a stage together, on the slowest rank", columns, rows, 3)
+
+
+def runs(one: Estimate) -> str:
+    """What the lines below it do."""
+    if not one.apart:
+        return "It runs with"
+    return "Each pool runs its plan with (jaxpar has no server that passes caches from one pool to the other)"
+
+
 def memory_table(one: Estimate) -> Table:
     """What lies on the fullest device of each pool."""
     names = list(dict.fromkeys(name for pool in one.pools for name in pool.memory.items))
@@ -148,16 +176,12 @@ def memory_table(one: Estimate) -> Table:
     return table("Memory of the fullest device", ["item", *titles], rows)
 
 
-def limits_table(found: Iterable[Limit]) -> Table:
-    """Why nothing is larger."""
-    rows = [[limit.name, limit.size, limit.larger or "", limit.reason] for limit in found]
-    drawn = table("Why it is not larger", ["axis", "is", "next", ""], rows)
-    drawn.columns[-1].justify = "left"
-    return drawn
+def limits_lines(found: Iterable[Limit]) -> list[str]:
+    """Why nothing is larger, an axis a line."""
+    return [f"{limit.name}={limit.size}, not {limit.larger or 'more'}: {limit.reason}" for limit in found]
 
 
 def assumptions_table(assumed: Assumptions) -> Table:
     """Every assumption; each can be set."""
     rows = [[name, getattr(assumed, name), what] for name, what in assumed.names().items()]
-    drawn = table("Assumed (--assume name=value)", ["name", "value", "what it is"], rows, left=3)
-    return drawn
+    return table("Assumed (--assume name=value)", ["name", "value", "what it is"], rows, left=3)

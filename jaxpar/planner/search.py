@@ -17,15 +17,14 @@ from dataclasses import dataclass, replace
 from jaxpar.mesh import MeshSpec
 from jaxpar.plan import Plan
 from jaxpar.planner.estimate import Estimate
-from jaxpar.planner.evaluate import Evaluator, Key, Question, ranked
+from jaxpar.planner.evaluate import Evaluator, Question, ranked
 from jaxpar.planner.pools import best_pools
 from jaxpar.planner.space import base_plans, changed, neighbours, options, sparse
 
 ALL = 320
 """Up to so many plans every one is looked at; of more those of a sparse grid, and neighbours of the best."""
 
-_KEPT, _ROUNDS = 6, 6
-_GAIN = 1e-3  # of the objective: less is no reason to set an option
+_KEPT, _ROUNDS, _FRONT = 6, 6, 24
 
 
 @dataclass(frozen=True)
@@ -120,15 +119,15 @@ def refine(evaluator: Evaluator, one: Estimate) -> Estimate:
         for fields in [*options(config, one.plan)]:
             plan = changed(config, bare(one.plan), fields)
             other = None if plan is None else evaluator.best(plan)
-            if other is not None and _better(evaluator.key(other), evaluator.key(one)):
+            if other is not None and evaluator.gains(other, one):
                 one = other
         if one is before:
             break
     return one
 
 
-def _better(new: Key, old: Key) -> bool:
-    """By more than an option is worth."""
-    return new[:1] > old[:1] or (
-        new[0] == old[0] and (new[1] > old[1] + _GAIN or (new[1] >= old[1] and new[2] > old[2] + _GAIN * abs(old[2])))
-    )
+def along_the_front(evaluator: Evaluator, found: Found) -> list[Estimate]:
+    """What was seen, and the best plans of one pool at every batch that fits, for a front without gaps."""
+    plans = dict.fromkeys(bare(one.plan) for one in found.best[:_FRONT] if not one.apart and one.fits)
+    few = [evaluator.at(plan, batch) for plan in plans for batch in [1, *evaluator.ladder(plan)]]
+    return [*found.seen, *few]
