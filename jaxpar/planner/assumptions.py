@@ -11,7 +11,9 @@ from jaxpar.errors import PlanError
 from jaxpar.values import real_number, shown
 
 NUMBER_BYTES = {"float32": 4.0, "bfloat16": 2.0, "float16": 2.0, "fp8": 1.0, "int8": 1.0, "fp4": 0.5}
-"""Types of weights, cache and activations, and the bytes of a number. Programs here run the first three."""
+"""Types of weights and cache, and the bytes of a number. Programs here run the first three."""
+EIGHT_BITS = ("fp8", "int8", "fp4")
+"""Those whose products run at the rate of 8-bit ones."""
 
 QUEUES = ("none", "md1")
 
@@ -22,36 +24,40 @@ def _says(default: Any, help: str) -> Any:
 
 @dataclass(frozen=True)
 class Assumptions:
-    """Efficiencies are parts of what the device can do, 1: all of it; None: as its preset has it measured, else 1.
+    """Efficiencies are parts of what the device can do, from 0 to 1. None: as its preset has it, or what is typical.
 
     Raises:
         PlanError: a value that cannot be.
     """
 
-    weight_dtype: str = _says("bfloat16", "type of weights in memory and in products; programs here run bfloat16")
-    kv_dtype: str = _says("bfloat16", "type of cached keys, values and latents")
-    activation_dtype: str = _says("bfloat16", "type of the residual stream, and of what is sent")
-    matmul_efficiency: float | None = _says(None, "part of the peak that 16-bit products reach; None: the device's")
-    fp8_efficiency: float | None = _says(None, "part of the peak, twice that of bf16, that fp8 products reach")
-    memory_efficiency: float | None = _says(None, "part of the memory's bandwidth that reading weights reaches")
-    attention_efficiency: float | None = _says(None, "part of the peak that prefill attention reaches")
-    cache_efficiency: float | None = _says(None, "part of the memory's bandwidth that decode attention reaches")
-    expert_efficiency: float | None = _says(None, "part of what dense products reach that those of experts do")
-    expert_tile: int = _says(0, "rows that an expert's product is filled up to, where it has any (0: none)")
-    imbalance: float = _says(1.0, "rows of the fullest rank of experts over the mean (jaxpar ... --moe-stats measures)")
-    kernel_overhead: float | None = _says(None, "seconds that each kernel takes besides its work")
-    step_overhead: float = _says(0.0, "seconds of the host in each step that no device works")
-    overlap: float = _says(1.0, "part of what may overlap that does: 1 all, 0 nothing")
+    weight_dtype: str | None = _says(None, "type of the matrices of attention, FFNs and experts (the plan's dtype)")
+    kv_dtype: str | None = _says(None, "type of cached keys, values and latents (the plan's dtype)")
+    attention_dtype: str | None = _says(None, "type in which attention multiplies (the plan's dtype)")
+    matmul_efficiency: float | None = _says(None, "part of the peak that 16-bit products reach (the device's, or 0.75)")
+    fp8_efficiency: float | None = _says(
+        None, "part of the 8-bit peak that 8-bit products reach (the device's, or 0.5)"
+    )
+    memory_efficiency: float | None = _says(
+        None, "part of the memory's bandwidth that is reached (the device's, or 0.8)"
+    )
+    attention_efficiency: float = _says(0.4, "part of the peak that prefill attention reaches")
+    cache_efficiency: float = _says(0.6, "part of the memory's bandwidth at which decode attention reads the cache")
+    expert_efficiency: float = _says(0.7, "what products of experts reach of what dense ones do")
+    expert_tile: int = _says(64, "rows up to which each expert's products are filled")
+    fused: bool = _says(False, "whether rows go to experts and come back without copies of them in memory")
+    imbalance: float = _says(1.0, "rows of the fullest rank of experts over the mean (`--moe-stats` measures them)")
+    kernel_overhead: float | None = _says(None, "seconds of each kernel besides its work (the device's, or 3 us)")
+    step_overhead: float | None = _says(None, "seconds of each step in which no device works (the device's, or 0)")
+    overlap: float = _says(0.8, "part of what the plan lets overlap that does")
     reserve: float = _says(0.1, "part of a device's memory that is left free")
-    framework_bytes: float = _says(2e9, "bytes of the runtime, its communication buffers and its programs")
-    queue: str = _says("none", "waiting before prefill: none, or md1 (random arrivals, one prefill after another)")
-    transfer_bandwidth: float | None = _says(None, "bytes per second of a device from prefill to decode pool")
-    causal_skip: bool = _says(True, "whether attention leaves out what the mask hides, and the empty part of tables")
+    framework_bytes: float = _says(2e9, "bytes of the runtime, its programs and its communication buffers")
+    queue: str = _says("md1", "waiting before a prefill: none, or md1 (random arrivals, one prefill after another)")
+    transfer_bandwidth: float | None = _says(None, "bytes/s a device sends to a decode pool (the links between nodes)")
 
     def __post_init__(self) -> None:
         """Refuse values that cannot be."""
-        for name in ("weight_dtype", "kv_dtype", "activation_dtype"):
-            if getattr(self, name) not in NUMBER_BYTES:
+        for name in ("weight_dtype", "kv_dtype", "attention_dtype"):
+            if getattr(self, name) not in (None, *NUMBER_BYTES):
                 raise PlanError(f"{name}={shown(getattr(self, name))}: use one of {', '.join(NUMBER_BYTES)}")
         if self.queue not in QUEUES:
             raise PlanError(f"queue={shown(self.queue)}: use {' or '.join(QUEUES)}")
@@ -82,6 +88,13 @@ class Assumptions:
         return replace(self, **values)
 
 
+def ideal(**changes: Any) -> Assumptions:
+    """Every efficiency 1, nothing lost and all that may overlap hidden: what bounds any program from below."""
+    whole = {name: 1.0 for name in _BOUNDS if name.endswith("_efficiency")}
+    none = {"kernel_overhead": 0.0, "step_overhead": 0.0, "expert_tile": 1, "fused": True, "overlap": 1.0}
+    return Assumptions(**(whole | none | changes))
+
+
 _EFFICIENCY = (1e-3, 1.0)
 _BOUNDS: dict[str, tuple[float, float]] = {
     **dict.fromkeys(
@@ -95,7 +108,7 @@ _BOUNDS: dict[str, tuple[float, float]] = {
         ),
         _EFFICIENCY,
     ),
-    "expert_tile": (0, 4096),
+    "expert_tile": (1, 4096),
     "imbalance": (1.0, 65536.0),
     "kernel_overhead": (0.0, 1.0),
     "step_overhead": (0.0, 10.0),
