@@ -6,6 +6,7 @@ import math
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import cached_property, lru_cache
 
 from jaxpar.errors import MeshError, PlanError
 from jaxpar.values import shown, whole_number
@@ -83,7 +84,7 @@ class MeshSpec:
             _known(axis)
         return cls(**sizes)
 
-    @property
+    @cached_property
     def sizes(self) -> dict[str, int]:
         """Size of every axis, outermost first."""
         return {axis: getattr(self, axis) for axis in AXES}
@@ -95,8 +96,7 @@ class MeshSpec:
 
     def active(self, axes: Iterable[str]) -> tuple[str, ...]:
         """Those of `axes` with more than one rank, in the mesh's order: what a PartitionSpec or a collective names."""
-        wanted = {_known(axis) for axis in axes}
-        return tuple(axis for axis in AXES if axis in wanted and self.sizes[axis] > 1)
+        return _active(self, tuple(axes))
 
     def extent(self, axes: Iterable[str]) -> int:
         """Number of ranks along `axes` taken together; 1 over no axis."""
@@ -203,6 +203,12 @@ def sglang_sizes(spec: MeshSpec, experts_over: str | Iterable[str] = ("ep",)) ->
         "moe_tp": moe_tp,
         "moe_dp": tp_total // ep // moe_tp,
     }
+
+
+@lru_cache(maxsize=4096)
+def _active(spec: MeshSpec, axes: tuple[str, ...]) -> tuple[str, ...]:
+    wanted = {_known(axis) for axis in axes}
+    return tuple(axis for axis in AXES if axis in wanted and getattr(spec, axis) > 1)
 
 
 def _known(axis: str) -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Literal
 
 from jaxpar.links import Links
@@ -166,7 +167,7 @@ class Plan:
         """The axes over which the tokens that attention and the dense FFN work on are split."""
         return self.active(("dp", "ep", "cp") if phase == "prefill" else ("dp", "ep"))
 
-    @property
+    @cached_property
     def residual(self) -> dict[Phase, tuple[str, ...]]:
         """The axes over which the tokens of the residual stream are split: the one place where that is said."""
         over_tokens = self.width if self.sequence_parallel else ()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -150,7 +151,7 @@ class Step:
 
     def ranks(self, axes: tuple[str, ...]) -> int:
         """The size of the group that `axes` span."""
-        return int(np.prod([self.plan.mesh.sizes[axis] for axis in axes], dtype=np.int64))
+        return math.prod(self.plan.mesh.sizes[axis] for axis in axes)
 
     def sends(
         self,

@@ -102,8 +102,7 @@ def _question(
     devices = Cluster.parse(cluster)
     config = open_checkpoint(model_dir(model)).config
     asked.check(config)
-    of_model = [f"{name}={config.dtype}" for name in ("weight_dtype", "kv_dtype", "activation_dtype")]
-    assumed = Assumptions(queue="md1").set([*of_model, *(assume or [])])
+    assumed = Assumptions().set(assume or [])
     refuse_too_large(config, devices, assumed)
     loads = None
     if moe_stats is not None:

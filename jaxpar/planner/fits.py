@@ -30,7 +30,7 @@ def refuse_too_large(config: ModelConfig, cluster: Cluster, assumed: Assumptions
     Raises:
         PlanError: with the bytes that a device would need and has, and how many devices would do.
     """
-    weights = parameters(config) * NUMBER_BYTES[assumed.weight_dtype]
+    weights = parameters(config) * NUMBER_BYTES[assumed.weight_dtype or config.dtype]
     each, device = weights / cluster.devices, cluster.device
     room = (1 - assumed.reserve) * device.memory_bytes - assumed.framework_bytes
     if room <= 0:

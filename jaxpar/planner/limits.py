@@ -17,7 +17,7 @@ from jaxpar.mesh import AXES, MeshSpec
 from jaxpar.plan import Plan
 from jaxpar.planner.estimate import Estimate
 from jaxpar.planner.evaluate import GAIN, Evaluator
-from jaxpar.planner.pools import best_split, copies
+from jaxpar.planner.pools import best_split, copies, on_mesh
 from jaxpar.planner.search import bare
 from jaxpar.planner.shares import contributions
 from jaxpar.planner.space import CHUNKS, changed, neighbours
@@ -114,8 +114,7 @@ def _shown(plan: Plan, one: Estimate) -> str:
 def _on(plan: Plan, mesh: MeshSpec) -> Plan | None:
     """The plan on another mesh, or None where its options cannot be there."""
     try:
-        axes = ("ep", *plan.experts_over) if mesh.ep > 1 and "ep" not in plan.experts_over else plan.experts_over
-        return replace(plan, mesh=mesh, experts_over=axes)
+        return on_mesh(plan, mesh)
     except JaxparError:
         return None
 
@@ -142,8 +141,8 @@ def compare(evaluator: Evaluator, one: Estimate, other: Estimate, name: str) -> 
             f"{memory.largest}, {human_bytes(memory.items[memory.largest])}"
         )
     for time, target in (("TTFT", asked.targets.ttft), ("TPOT", asked.targets.tpot)):
-        value = other.ttft if time == "TTFT" else other.tpot
-        if target is not None and value > target:
+        value, had = (getattr(each, time.lower()) for each in (other, one))
+        if target is not None and value > max(target, had):
             return f"{time} with {name} would be {1e3 * value:.4g} ms, and {1e3 * target:.4g} are allowed"
     unit, scale = ("ms a request", 1e3) if asked.objective == "latency" else ("device-ms a token", 1e3)
     mine, theirs = (contributions(each, asked.objective) for each in (one, other))
@@ -153,6 +152,8 @@ def compare(evaluator: Evaluator, one: Estimate, other: Estimate, name: str) -> 
     grows = {name: theirs.get(name, 0) - mine.get(name, 0) for name in {**mine, **theirs}}
     most = max(grows, key=lambda name: grows[name])
     text = f"{name} takes {scale * new_whole:.4g} {unit} in place of {scale * whole:.4g}"
+    if new_whole < whole:
+        return f"nothing: {text}"
     if grows[most] > 0:
         text += f", most of it {most}: {scale * theirs[most]:.4g} in place of {scale * mine.get(most, 0):.4g}"
         text += _messages(other, most)

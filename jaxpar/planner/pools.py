@@ -8,6 +8,7 @@ a part of the time at most; the cache of each prompt goes from one to the other,
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import replace
 
 from jaxpar.errors import JaxparError
@@ -16,12 +17,13 @@ from jaxpar.plan import Plan
 from jaxpar.planner.estimate import Estimate
 from jaxpar.planner.evaluate import Evaluator
 from jaxpar.planner.serving import apart
+from jaxpar.planner.space import neighbours
 from jaxpar.planner.timing import transfer_seconds
 
 MOST_BUSY = 0.9
 """Part of the time for which a pool may prefill: at 1 requests would wait without end."""
 
-_PREFILLS, _DECODES, _SPLITS = 4, 8, 3
+_PREFILLS, _DECODES, _SPLITS, _CLIMBED = 4, 8, 3, 2
 
 
 def best_pools(evaluator: Evaluator, estimates: Iterable[Estimate]) -> list[Estimate]:
@@ -31,8 +33,47 @@ def best_pools(evaluator: Evaluator, estimates: Iterable[Estimate]) -> list[Esti
         return []
     fitting = [one for one in estimates if one.fits]
     firsts, seconds = _first(fitting, evaluator, _PREFILLS), _second(fitting, evaluator, _DECODES)
-    pairs = (best_split(evaluator, first, second) for first in firsts for second in seconds)
-    return [one for one in pairs if one is not None]
+    pairs = {
+        (first, second): one
+        for first in firsts
+        for second in seconds
+        if (one := best_split(evaluator, first, second)) is not None
+    }
+    best = sorted(pairs, key=lambda pair: evaluator.key(pairs[pair]), reverse=True)[:_CLIMBED]
+    return [*pairs.values(), *(_climbed(evaluator, *pair, pairs[pair]) for pair in best)]
+
+
+def _climbed(evaluator: Evaluator, first: Plan, second: Plan, one: Estimate) -> Estimate:
+    """What neighbours of either replica's mesh make of a deployment, one after the other until none is better."""
+    tried: set[tuple[Plan, Plan]] = set()
+    while True:
+        near = [(other, second) for other in _near(first)] + [(first, other) for other in _near(second)]
+        fresh = [pair for pair in near if pair not in tried]
+        tried |= {*fresh}
+        found = {pair: other for pair in fresh if (other := best_split(evaluator, *pair)) is not None}
+        pair = max(found, key=lambda pair: evaluator.key(found[pair]), default=None)
+        if pair is None or not evaluator.gains(found[pair], one):
+            return one
+        (first, second), one = pair, found[pair]
+
+
+def _near(plan: Plan) -> list[Plan]:
+    """Replicas of neighbouring meshes, half and twice as large among them."""
+    found = []
+    for mesh in neighbours(MeshSpec(**(plan.mesh.sizes | {"dp": 2}))):
+        with suppress(JaxparError):
+            found.append(copies(on_mesh(plan, mesh), 1))
+    return found
+
+
+def on_mesh(plan: Plan, mesh: MeshSpec) -> Plan:
+    """The plan on another mesh, whose ep has experts if it is there.
+
+    Raises:
+        PlanError: options that cannot be there.
+    """
+    axes = ("ep", *plan.experts_over) if mesh.ep > 1 and "ep" not in plan.experts_over else plan.experts_over
+    return replace(plan, mesh=mesh, experts_over=axes)
 
 
 def best_split(evaluator: Evaluator, first: Plan, second: Plan) -> Estimate | None:
