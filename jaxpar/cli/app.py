@@ -29,6 +29,9 @@ _COMMANDS = (
     "plan",
     "strategies",
     "train",
+    "strategies",
+    "train",
+    "calibrate",
 )
 
 # Typer exports only the leaf of its usage errors, and newer versions no longer use click's.

@@ -7,8 +7,8 @@ Everything is counted in values, not bytes, since weights, cache and activations
     cache         keys, values and latents that are read for the tokens of context, and those that are stored
     rows          activations that go in and out of products, as if each were one kernel
 
-The parts have the names of `predict_flops`, and two more: "elementwise", the norms with their residual sums and the gate
-of FFNs, and "embedding".
+The parts have the names of `predict_flops`, and two more: "elementwise", which are norms with their residual sums and
+the gates of FFNs, and "embedding".
 """
 
 from __future__ import annotations
@@ -23,13 +23,18 @@ from jaxpar.strategies import Step
 
 
 class Moved(NamedTuple):
-    """Values that are read or written in all layers of a step; `copies` are rows that only unfused kernels move."""
+    """Values that are read or written in all layers of a step.
+
+    Only kernels that are not fused move `copies`, rows on their way to experts and back, and the `inputs` of products
+    with matrices, which are rounded first where these have 8 bits.
+    """
 
     matrices: float = 0.0
     tables: float = 0.0
     cache: float = 0.0
     rows: float = 0.0
     copies: float = 0.0
+    inputs: float = 0.0
 
 
 def predict_moved(step: Step, attended: Attended, routed: Routed | None) -> dict[str, Moved]:
@@ -42,13 +47,21 @@ def predict_moved(step: Step, attended: Attended, routed: Routed | None) -> dict
     found = {
         "embedding": Moved(tables=rows * hidden, rows=rows * hidden),
         "elementwise": _elementwise(step, width),
-        "attention": Moved(matrices=step.layers * (before + after), rows=step.layers * projected),
+        "attention": Moved(
+            matrices=step.layers * (before + after),
+            rows=step.layers * projected,
+            inputs=step.layers * rows * (hidden + after / hidden),
+        ),
         f"{step.phase}_attention": _attended(step, attended),
         "head": _head(step),
     }
     if step.dense_layers:
         of_rows = rows * (2 * hidden + 3 * width)
-        found["ffn"] = Moved(matrices=step.dense_layers * 3 * hidden * width, rows=step.dense_layers * of_rows)
+        found["ffn"] = Moved(
+            matrices=step.dense_layers * 3 * hidden * width,
+            rows=step.dense_layers * of_rows,
+            inputs=step.dense_layers * rows * (hidden + width),
+        )
     if step.moe_layers and routed is not None and config.moe is not None:
         found |= _experts(step, config.moe, routed)
     return found
@@ -92,9 +105,15 @@ def _experts(step: Step, moe: MoEConfig, routed: Routed) -> dict[str, Moved]:
     unfused = routed.rows * (4 * hidden + 6 * width)
     return {
         "moe": Moved(
-            matrices=layers * 3 * hidden * shared, tables=layers * hidden * moe.num_experts, rows=layers * of_all
+            matrices=layers * 3 * hidden * shared,
+            tables=layers * hidden * moe.num_experts,
+            rows=layers * of_all,
+            inputs=layers * rows * (hidden + shared) if shared else 0,
         ),
         "experts": Moved(
-            matrices=layers * routed.touched * 3 * hidden * width, rows=layers * fused, copies=layers * unfused
+            matrices=layers * routed.touched * 3 * hidden * width,
+            rows=layers * fused,
+            copies=layers * unfused,
+            inputs=layers * routed.rows * (hidden + width),
         ),
     }

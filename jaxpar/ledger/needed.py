@@ -23,7 +23,7 @@ from jaxpar.strategies import Step
 
 
 class Context(NamedTuple):
-    """What each request of a step has: `before` tokens that are cached already, and `fresh` ones, on all ranks of cp."""
+    """What each request of a step has: `before` tokens that are cached already, and `fresh` ones on all ranks of cp."""
 
     before: int
     fresh: int

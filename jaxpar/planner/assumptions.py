@@ -40,11 +40,13 @@ class Assumptions:
     memory_efficiency: float | None = _says(
         None, "part of the memory's bandwidth that is reached (the device's, or 0.8)"
     )
-    attention_efficiency: float = _says(0.4, "part of the peak that prefill attention reaches")
-    cache_efficiency: float = _says(0.6, "part of the memory's bandwidth at which decode attention reads the cache")
-    expert_efficiency: float = _says(0.7, "what products of experts reach of what dense ones do")
+    attention_efficiency: float = _says(0.3, "part of the peak that prefill attention reaches")
+    cache_efficiency: float = _says(0.55, "part of the memory's bandwidth at which decode attention reads the cache")
+    expert_efficiency: float = _says(0.45, "what products of experts reach of what dense ones do")
     expert_tile: int = _says(64, "rows up to which each expert's products are filled")
-    fused: bool = _says(False, "whether rows go to experts and come back without copies of them in memory")
+    fused: bool = _says(
+        False, "whether rows are rounded to 8 bits, and go to experts and back, in no pass of their own"
+    )
     imbalance: float = _says(1.0, "rows of the fullest rank of experts over the mean (`--moe-stats` measures them)")
     kernel_overhead: float | None = _says(None, "seconds of each kernel besides its work (the device's, or 3 us)")
     step_overhead: float | None = _says(None, "seconds of each step in which no device works (the device's, or 0)")

@@ -73,7 +73,7 @@ class Cluster:
 
 
 def _of_kind(text: str, name: str, sizes: tuple[int, ...]) -> Cluster:
-    kind = find_kind(name)
+    kind = _known(name)
     devices = math.prod(sizes)
     _refuse_many(text, devices)
     if kind.topology == "torus":
@@ -117,6 +117,15 @@ def _of_preset(name: str, count: str) -> Cluster:
     device = replace(preset.device, devices_per_node=min(per_node, devices))
     text = f"{os.fspath(name)}:{count}" if count else os.fspath(name)
     return Cluster(text, device, devices, (device.devices_per_node, -(-devices // device.devices_per_node)))
+
+
+def _known(name: str) -> DeviceKind:
+    """A kind with the figures of the bundled preset that has it calibrated, where there is one."""
+    calibrated = [preset for preset in preset_names() if preset.startswith(f"{name}-calibrated-")]
+    kind = find_kind(name)
+    if not calibrated:
+        return kind
+    return replace(load_preset(calibrated[0]).device, devices_per_node=kind.devices_per_node)
 
 
 def _refuse_many(text: str, devices: int) -> None:

@@ -1,10 +1,9 @@
 """A step by parts: FLOPs, bytes and collectives of each from the ledger's closed forms, and the seconds they take.
 
-    a part of the step         its FLOPs / rate of its products    \\
-                               its bytes / rate of memory           >  the longer one, and what each kernel costs
-    its collectives            alpha and beta of the links that the axes cross; less what runs beside something else
+    seconds = max(FLOPs / rate of its products, bytes / rate of memory) + kernels + collectives - what is hidden
 
-The fullest rank counts: the most rows of experts, the last rank of a contiguous chunk, the stage with most to do.
+A collective takes the latency and the bandwidth of the links that its axes cross (`network.py`). The fullest rank
+counts: the most rows of experts, the last rank of a contiguous chunk, the stage with most to do.
 """
 
 from __future__ import annotations
@@ -40,8 +39,9 @@ KERNELS = {
     "experts": 6,  # sort, rows to experts, gate and up, the gate's product, down, and the weighted sum
     "head": 1,
 }
-"""Kernels of a part in each layer, or of a step, as engines launch them: each costs `kernel_overhead` besides its work."""
+"""Kernels of a part in each layer, or in a step, as engines launch them; each has an overhead besides its work."""
 
+_PRODUCTS = {"attention": 2, "ffn": 2, "experts": 2}
 _LATENT_KERNELS, _SHARED_KERNELS = 3, 3
 
 
@@ -155,7 +155,9 @@ def _part(
     if moved is None:
         return Part(name, sending=sending)
     rows = moved.rows + (0.0 if assumed.fused else moved.copies)
+    rounds = not assumed.fused and rates.weight_bytes < rates.row_bytes
     plain = moved.matrices * rates.weight_bytes + (moved.tables + rows) * rates.row_bytes
+    plain += moved.inputs * (rates.row_bytes + rates.weight_bytes) if rounds else 0.0
     cached = moved.cache * rates.kv_bytes
     # Prefill reads its keys in order, as products read weights; decode gathers pages with few queries for each.
     of_cache = rates.cache if step.phase == "decode" else rates.memory
@@ -165,7 +167,7 @@ def _part(
         bytes=plain + cached,
         compute=compute,
         memory=plain / rates.memory + cached / of_cache,
-        kernels=_kernels(step, name) * rates.kernel,
+        kernels=_kernels(step, name, rounds) * rates.kernel,
         sending=sending,
     )
 
@@ -196,9 +198,9 @@ def filled_rows(of_experts: Routed, tile: int) -> float:
     return max(of_experts.rows + of_experts.touched * (tile - 1) / 2, of_experts.touched * tile)
 
 
-def _kernels(step: Step, name: str) -> int:
-    """Kernels that a step launches for a part."""
-    kernels, latent = KERNELS[name], step.config.mla is not None
+def _kernels(step: Step, name: str, rounds: bool) -> int:
+    """Kernels that a step launches for a part; where each product `rounds` its input, that is one more."""
+    kernels, latent = KERNELS[name] + rounds * _PRODUCTS.get(name, 0), step.config.mla is not None
     shared = step.config.moe is not None and step.config.moe.shared_intermediate_size > 0
     match name:
         case "embedding" | "head":

@@ -8,7 +8,7 @@ m + p - 1 ticks, of which (p - 1) / (m + p - 1) are the bubble.
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import defaultdict
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from typing import Any
@@ -52,7 +52,7 @@ class StepTime:
     @cached_property
     def bounds(self) -> dict[str, float]:
         """Its seconds by what takes them: the longer one of compute and memory of each part, kernels, axes."""
-        found: Counter[str] = Counter()
+        found: dict[str, float] = defaultdict(float)
         for part in self.parts:
             found["compute" if part.compute > part.memory else "memory"] += max(part.compute, part.memory)
             found["latency"] += part.kernels
@@ -64,9 +64,10 @@ class StepTime:
     @cached_property
     def sending(self) -> dict[tuple[str, ...], float]:
         """Seconds of collectives by the axes that they run over, hidden ones among them."""
-        found: Counter[tuple[str, ...]] = Counter()
+        found: dict[tuple[str, ...], float] = defaultdict(float)
         for part in self.parts:
-            found.update(dict(part.sending))
+            for axes, seconds in part.sending:
+                found[axes] += seconds
         return dict(found)
 
     @property
@@ -194,10 +195,8 @@ def prefill_time(
     # While the pipeline drains the last items are still in it.
     ticks += [max(items[-(stages - drained) :], key=lambda one: one.seconds) for drained in range(1, stages)]
     prefill = sum(tick.seconds for tick in ticks)
-    counts: dict[int, tuple[StepTime, int]] = {}
-    for item in items:
-        counts[id(item)] = item, counts.get(id(item), (item, 0))[1] + 1
-    return PrefillTime(tuple(counts.values()), prefill, prefill - sum(item.seconds for item in items))
+    chunks = tuple((item, items.count(item)) for item in dict.fromkeys(items))
+    return PrefillTime(chunks, prefill, prefill - sum(item.seconds for item in items))
 
 
 def decode_time(
