@@ -29,8 +29,6 @@ _COMMANDS = (
     "plan",
     "strategies",
     "train",
-    "strategies",
-    "train",
     "calibrate",
 )
 

@@ -88,6 +88,7 @@ class Evaluator:
 
     def prefill(self, plan: Plan) -> PrefillTime:
         """A prompt on each replica, all at once."""
+        plan = self._one_of(plan)
         if plan not in self._prefill:
             asked = self.question
             replicas = plan.mesh.dp * plan.mesh.ep
@@ -98,12 +99,24 @@ class Evaluator:
 
     def decode(self, plan: Plan, batch: int) -> DecodeTime:
         """A token of `batch` requests."""
-        if (plan, batch) not in self._decode:
+        one = self._one_of(plan)
+        each = -(-batch * one.mesh.dp // plan.mesh.dp)
+        if (one, each) not in self._decode:
             asked = self.question
-            self._decode[plan, batch] = decode_time(
-                asked.config, plan, asked.cluster.device, asked.workload, asked.assumed_of(plan), batch
+            self._decode[one, each] = decode_time(
+                asked.config, one, asked.cluster.device, asked.workload, asked.assumed_of(one), each
             )
-        return self._decode[plan, batch]
+        return replace(self._decode[one, each], batch=batch)
+
+    def _one_of(self, plan: Plan) -> Plan:
+        """A single one of dp copies, which takes as long as all of them where they are nothing to one another.
+
+        Stages of a pipeline are farther apart with copies between them; experts may be split over dp.
+        """
+        node, size = self.question.cluster.devices_per_node, plan.mesh.size // plan.mesh.dp
+        if plan.mesh.pp > 1 or "dp" in plan.experts or (node % size and size % node):
+            return plan
+        return copies(plan, 1)
 
     def memory(self, plan: Plan, batch: int, workload: Workload | None = None) -> DeviceMemory:
         """Of the fullest device, with requests of the question or of another `workload`."""
@@ -190,6 +203,11 @@ class Evaluator:
             one = self.at(plan, batches[middle])
             low, high, best = (middle, high, one) if one.miss(targets) == 1 else (low, middle, best)
         return best
+
+
+def copies(plan: Plan, count: int) -> Plan:
+    """`count` independent replicas of what a plan has dp copies of."""
+    return replace(plan, mesh=replace(plan.mesh, dp=count), max_num_seqs=Plan.max_num_seqs)
 
 
 def ranked(estimates: list[Estimate], key: Callable[[Estimate], Key]) -> list[Estimate]:

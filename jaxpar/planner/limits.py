@@ -16,8 +16,8 @@ from jaxpar.heads import heads_of
 from jaxpar.mesh import AXES, MeshSpec
 from jaxpar.plan import Plan
 from jaxpar.planner.estimate import Estimate
-from jaxpar.planner.evaluate import GAIN, Evaluator
-from jaxpar.planner.pools import best_split, copies, on_mesh
+from jaxpar.planner.evaluate import GAIN, Evaluator, copies
+from jaxpar.planner.pools import best_split, on_mesh
 from jaxpar.planner.search import bare
 from jaxpar.planner.shares import contributions
 from jaxpar.planner.space import CHUNKS, changed, neighbours

@@ -131,9 +131,15 @@ def _pages(plan: Plan, tokens: int) -> int:
     return pages_of(Held("prefill", 1, tokens, plan).each(tokens)[0], plan)
 
 
+@lru_cache(maxsize=4096)
+def _keys(plan: Plan, tokens: int) -> int:
+    """Positions that a page table lists for a request of so many tokens."""
+    return Held("prefill", 1, tokens, plan).keys(tokens)
+
+
 def _decode_step(config: ModelConfig, plan: Plan, workload: Workload, batch: int) -> Step:
     """Of the longest context; its page tables are as wide as the longest request needs."""
-    keys = Held("prefill", 1, workload.longest, plan).keys(workload.longest)
+    keys = _keys(plan, workload.longest)
     return Step(config, plan, "decode", lanes_of(batch, plan), 1, keys).batches[0]
 
 
@@ -141,7 +147,7 @@ def _decode_step(config: ModelConfig, plan: Plan, workload: Workload, batch: int
 def _prefill_buffers(config: ModelConfig, plan: Plan, workload: Workload) -> tuple[int, int]:
     """Of the last chunk of a prompt, one on each replica."""
     taken = max(prefill_steps([workload.fresh], plan), key=lambda step: step.tokens)
-    keys = Held("prefill", 1, workload.input, plan).keys(workload.input)
+    keys = _keys(plan, workload.input)
     return _buffers(Step(config, plan, "prefill", taken.lanes, taken.tokens, keys).batches[0])
 
 

@@ -15,7 +15,7 @@ from jaxpar.errors import JaxparError
 from jaxpar.mesh import MeshSpec
 from jaxpar.plan import Plan
 from jaxpar.planner.estimate import Estimate
-from jaxpar.planner.evaluate import Evaluator
+from jaxpar.planner.evaluate import Evaluator, copies
 from jaxpar.planner.serving import apart
 from jaxpar.planner.space import neighbours
 from jaxpar.planner.timing import transfer_seconds
@@ -83,11 +83,6 @@ def best_split(evaluator: Evaluator, first: Plan, second: Plan) -> Estimate | No
     except JaxparError as error:
         evaluator.problems[first] = str(error)
         return None
-
-
-def copies(plan: Plan, count: int) -> Plan:
-    """`count` independent replicas of what a plan has dp copies of."""
-    return replace(plan, mesh=MeshSpec(**(plan.mesh.sizes | {"dp": count})), max_num_seqs=Plan.max_num_seqs)
 
 
 def _first(estimates: Sequence[Estimate], evaluator: Evaluator, count: int) -> list[Plan]:
@@ -159,10 +154,9 @@ def _deployment(evaluator: Evaluator, first: Plan, ours: int, second: Plan, thei
     requests = batch * theirs
     if asked.workload.concurrency is not None:
         requests = asked.workload.concurrency
-        batch = -(-requests // theirs)
     elif asked.objective == "latency":
-        requests = batch = 1
-    prefill, decode = evaluator.prefill(first), evaluator.decode(second, batch)
+        requests = 1
+    prefill, decode = evaluator.prefill(copies(first, ours)), evaluator.decode(copies(second, theirs), requests)
     transfer = transfer_seconds(asked.config, first, asked.cluster.device, asked.workload, asked.assumed)
     served = apart(
         prefill.prefill,

@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
+from jaxpar.errors import JaxparError
 from jaxpar.mesh import MeshSpec
 from jaxpar.plan import Plan
 from jaxpar.planner.estimate import Estimate
@@ -118,12 +119,22 @@ def refine(evaluator: Evaluator, one: Estimate) -> Estimate:
         before = one
         for fields in [*options(config, one.plan)]:
             plan = changed(config, bare(one.plan), fields)
-            other = None if plan is None else evaluator.best(plan)
+            other = None if plan is None else _promising(evaluator, plan, one)
             if other is not None and evaluator.gains(other, one):
                 one = other
         if one is before:
             break
     return one
+
+
+def _promising(evaluator: Evaluator, plan: Plan, one: Estimate) -> Estimate | None:
+    """A plan with another option at its best batch, if it is better at the same one or leaves room for a larger one."""
+    try:
+        if evaluator.most(plan) > evaluator.most(bare(one.plan)) or evaluator.gains(evaluator.at(plan, one.batch), one):
+            return evaluator.best(plan)
+    except JaxparError as error:
+        evaluator.problems[plan] = str(error)
+    return None
 
 
 def along_the_front(evaluator: Evaluator, found: Found) -> list[Estimate]:
