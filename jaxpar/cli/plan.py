@@ -97,6 +97,9 @@ def _question(
     from jaxpar.planner.workload import Targets, Workload
 
     find_objective(objective)
+    for option, time in zip(("--ttft", "--tpot"), targets, strict=True):
+        if time is not None and not 0 < time < float("inf"):
+            raise PlanError(f"{option} {time:g}: give milliseconds above 0")
     asked = Workload(*workload)
     limits = Targets(*(None if time is None else time / 1e3 for time in targets))
     devices = Cluster.parse(cluster)
@@ -203,7 +206,7 @@ class _Answer:
         for line in render.limits_lines(limits(self._evaluator, self._chosen)):
             OUT.print(line, markup=False)
         OUT.print()
-        OUT.print(render.assumptions_table(self.found.question.assumed))
+        OUT.print(render.assumptions_table(self.found.question))
         OUT.print(f"\n{render.runs(self._chosen)}\n", markup=False)
         for line in self.lines(self._chosen):
             OUT.print(f"  {line}", markup=False)

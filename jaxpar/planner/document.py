@@ -8,6 +8,7 @@ from typing import Any
 from jaxpar.plan import Plan
 from jaxpar.planner.estimate import Estimate
 from jaxpar.planner.pareto import front
+from jaxpar.planner.render import assumed_values
 from jaxpar.planner.search import Found
 from jaxpar.planner.shares import decode_parts, prefill_parts
 from jaxpar.planner.verdict import miss_of
@@ -21,7 +22,7 @@ def found_json(found: Found) -> dict[str, Any]:
         "workload": asdict(asked.workload),
         "targets": asdict(asked.targets),
         "objective": asked.objective,
-        "assumptions": asdict(asked.assumed),
+        "assumptions": assumed_values(asked),
         "space": found.space,
         "looked_at": found.looked_at,
         "steps": found.steps,
@@ -48,7 +49,7 @@ def estimate_json(one: Estimate) -> dict[str, Any]:
                 "devices": pool.devices,
                 "requests": pool.batch,
                 "memory": pool.memory.items | {"all": pool.memory.total, "device": pool.memory.device_bytes},
-                "largest": pool.largest,
+                "largest": pool.memory.largest,
             }
             for pool in one.pools
         ],

@@ -36,11 +36,6 @@ class Pool:
         return self.memory.total - self.memory.items["reserve"]
 
     @property
-    def largest(self) -> str:
-        """The item that takes most of them."""
-        return max((name for name in self.memory.items if name != "reserve"), key=lambda name: self.memory.items[name])
-
-    @property
     def lanes(self) -> int:
         """Requests of the fullest replica."""
         return -(-self.batch // self.replicas)

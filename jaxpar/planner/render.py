@@ -8,14 +8,16 @@ from dataclasses import fields
 from rich.table import Table
 
 from jaxpar.plan import Plan
-from jaxpar.planner.assumptions import Assumptions
 from jaxpar.planner.estimate import Estimate
+from jaxpar.planner.evaluate import Question
 from jaxpar.planner.limits import Limit
+from jaxpar.planner.rates import TYPICAL_FP8, rates_of
 from jaxpar.planner.search import Found
 from jaxpar.planner.timing import StepTime
 from jaxpar.planner.verdict import meshes_of
 from jaxpar.tables import counted, human_bytes, table
 
+_SHOWN = 1e-3  # of a phase's time: parts that take less are left out
 _IN_MESH = ("mesh", "devices_per_node", "max_num_seqs", "dtype", "links", "page_size")
 
 
@@ -78,7 +80,7 @@ def best_table(best: Sequence[Estimate]) -> Table:
             rows.append([
                 number if index == 0 else "", f"{role}{pool.plan.mesh}", options_of(pool.plan), pool.batch, *figures,
                 human_bytes(pool.used_bytes), f"{pool.used_bytes / memory.device_bytes:.0%}",
-                f"{pool.largest} {human_bytes(memory.items[pool.largest])}", bound,
+                f"{pool.memory.largest} {human_bytes(memory.items[pool.memory.largest])}", bound,
             ])  # fmt: skip
     return table("Best plans", columns, rows, left=3)
 
@@ -119,6 +121,8 @@ def _time_rows(phase: str, steps: Iterable[tuple[StepTime, int]]) -> list[list[o
     names = dict.fromkeys(part.name for step, _ in every for part in step.parts)
     rows: list[list[object]] = []
     for name in names:
+        if phase_share(every, name) < _SHOWN * whole:
+            continue
         parts = [(part, times) for step, times in every for part in step.parts if part.name == name]
         sums = [
             sum(times * value for part, times in parts for value in [getattr(part, what)])
@@ -164,6 +168,11 @@ def runs(one: Estimate) -> str:
     return "Each pool runs its plan with (jaxpar has no server that passes caches from one pool to the other)"
 
 
+def phase_share(steps: Iterable[tuple[StepTime, int]], name: str) -> float:
+    """Seconds of a part, in all steps."""
+    return sum(times * part.seconds for step, times in steps for part in step.parts if part.name == name)
+
+
 def memory_table(one: Estimate) -> Table:
     """What lies on the fullest device of each pool."""
     names = list(dict.fromkeys(name for pool in one.pools for name in pool.memory.items))
@@ -181,7 +190,32 @@ def limits_lines(found: Iterable[Limit]) -> list[str]:
     return [f"{limit.name}={limit.size}, not {limit.larger or 'more'}: {limit.reason}" for limit in found]
 
 
-def assumptions_table(assumed: Assumptions) -> Table:
-    """Every assumption; each can be set."""
-    rows = [[name, getattr(assumed, name), what] for name, what in assumed.names().items()]
+def assumptions_table(question: Question) -> Table:
+    """Every assumption with what it comes to for this device; each can be set."""
+    values = assumed_values(question)
+    rows = [[name, values[name], what] for name, what in question.assumed.names().items()]
     return table("Assumed (--assume name=value)", ["name", "value", "what it is"], rows, left=3)
+
+
+def assumed_values(question: Question) -> dict[str, object]:
+    """What each assumption is, or where it is left to the device or the plan what it comes to."""
+    assumed, device, dtype = question.assumed, question.cluster.device, question.config.dtype
+    rates = rates_of(device, assumed, dtype)
+    of_device: dict[str, object] = {
+        "weight_dtype": dtype,
+        "kv_dtype": dtype,
+        "attention_dtype": dtype,
+        "matmul_efficiency": rates.wide / device.peak_bf16_flops,
+        "fp8_efficiency": device.efficiency.get("fp8") or TYPICAL_FP8,
+        "memory_efficiency": rates.memory / device.memory_bandwidth,
+        "kernel_overhead": rates.kernel,
+        "step_overhead": rates.step,
+        "transfer_bandwidth": device.internode_bandwidth,
+    }
+    found: dict[str, object] = {}
+    for name in assumed.names():
+        value = getattr(assumed, name)
+        if name == "imbalance" and question.loads is not None:
+            value = "as measured"
+        found[name] = of_device.get(name) if value is None else value
+    return {name: f"{value:g}" if isinstance(value, float) else value for name, value in found.items()}

@@ -23,11 +23,11 @@ def contributions(one: Estimate, objective: str) -> dict[str, float]:
         waits = {"queue": one.served.first.queue, "transfer": one.served.first.transfer}
     else:
         prompts = one.pools[0].replicas * one.output
-        # A pool that waits for the other one costs as much as one that works.
-        busy = one.served.prefilling if one.apart else 1.0
-        of_prefill = one.pools[0].devices / prompts / busy
+        of_prefill = one.pools[0].devices / prompts
         of_decode = one.pools[-1].devices * steps / one.output / one.batch / one.decode.tpot
-        waits = {}
+        # A pool that waits for the other one costs as much as one that works.
+        idle = one.pools[0].devices * (1 - one.served.prefilling) / (one.served.rate * one.output) if one.apart else 0.0
+        waits = {"prefill pool without work": idle}
     found: defaultdict[str, float] = defaultdict(float)
     for name, seconds in prefill_parts(one).items():
         if name != "bubble" or objective == "latency":
