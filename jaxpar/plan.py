@@ -194,6 +194,11 @@ class Plan:
             "sampling": "vocab_parallel",
         }
 
+    @cached_property
+    def _joined(self) -> dict[tuple[SublayerName, Phase], Sublayer]:
+        """What `sublayer` has answered: a planner asks a thousand times."""
+        return {}
+
     def width_of(self, sublayer: SublayerName, phase: Phase) -> tuple[str, ...]:
         """The axes over which a sublayer's width is split: heads where they leave attention, an FFN, the vocabulary.
 
@@ -213,6 +218,11 @@ class Plan:
         rank keeps a slice of the tokens. An MoE layer has one owner for every token: axes over which tokens are copies
         and that do not split an expert's width deal them out.
         """
+        if (name, phase) not in self._joined:
+            self._joined[name, phase] = self._sublayer(name, phase)
+        return self._joined[name, phase]
+
+    def _sublayer(self, name: SublayerName, phase: Phase) -> Sublayer:
         residual, width = self.residual[phase], self.width_of(name, phase)
         is_moe = name == "moe"
         axes = self.active(("dp", "ep", "cp", "tp"))

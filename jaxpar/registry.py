@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from functools import lru_cache
 
 from jaxpar.attention import head_dim, local
 from jaxpar.attention.decode import a2a, ag_rs, helix, q_replicated
@@ -88,16 +87,13 @@ def chosen(step: Step) -> dict[str, Strategy]:
     experts over their dispatch is `local`; `auto` takes `psum` where nothing is summed. PlanError where a strategy
     refuses the step's shapes.
     """
-    return dict(_chosen(step))
-
-
-@lru_cache(maxsize=256)
-def _chosen(step: Step) -> dict[str, Strategy]:
-    """Closed forms ask several times for each of their steps, and `auto` has to count to answer."""
-    names = {sublayer: name if choice is None else choice.name for sublayer, name, choice in _choices(step)}
-    picked = {sublayer: find(sublayer, name) for sublayer, name in names.items()}
-    check(picked.values(), step)
-    return picked
+    if "chosen" not in step.memo:
+        names = {sublayer: name if choice is None else choice.name for sublayer, name, choice in _choices(step)}
+        picked = {sublayer: find(sublayer, name) for sublayer, name in names.items()}
+        check(picked.values(), step)
+        step.memo["chosen"] = picked
+    found: dict[str, Strategy] = step.memo["chosen"]
+    return found
 
 
 def running(config: ModelConfig, plan: Plan) -> dict[Phase, dict[str, Strategy]]:

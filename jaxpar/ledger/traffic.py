@@ -18,7 +18,7 @@ sends no less.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from types import MappingProxyType
 from typing import Any
 
@@ -101,21 +101,18 @@ def steps_of(collective: str) -> int:
     return STEPS.get(collective, 1)
 
 
-_ALIKE = tuple(field.name for field in fields(Traffic) if field.name not in ("calls", "sent_bytes"))
-
-
 def merge(rows: Iterable[Traffic]) -> list[Traffic]:
     """Rows that differ only in their calls become one, in the order in which each first stands."""
-    groups: dict[tuple[object, ...], list[Traffic]] = {}
+    merged: dict[tuple[Any, ...], Traffic] = {}
     for row in rows:
-        alike = (getattr(row, name) for name in _ALIKE)
-        groups.setdefault(tuple(alike), []).append(row)
-    return [
-        replace(same[0], calls=sum(row.calls for row in same), sent_bytes=sum(row.sent_bytes for row in same))
-        if len(same) > 1
-        else same[0]
-        for same in groups.values()
-    ]
+        key = row.sublayer, row.strategy, row.collective, row.axes, row.message_bytes, row.per, row.ranks
+        seen = merged.get(key)
+        merged[key] = (
+            row
+            if seen is None
+            else replace(row, calls=seen.calls + row.calls, sent_bytes=seen.sent_bytes + row.sent_bytes)
+        )
+    return list(merged.values())
 
 
 def times(row: Traffic, count: int) -> Traffic:
