@@ -119,7 +119,7 @@ def main() -> None:
     warn_if_busy()
     ensure_devices(MeshSpec(tp=8), "cpu")
     for case, spread in zip(CASES, measured(CASES, options.rounds), strict=True):
-        print(case, 1e3 * spread.median, 1e3*spread.low, 1e3*spread.high)
+        print(case, 1e3 * spread.median, 1e3 * spread.low, 1e3 * spread.high)
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 from jaxpar.assets import model_dir
@@ -35,5 +36,6 @@ def question(
     )
 
 
+@cache
 def found(**asked: Any) -> Found:
     return search(Evaluator(question(**asked)))

@@ -23,8 +23,8 @@ from jaxpar.planner.assumptions import Assumptions
 from jaxpar.planner.cluster import Cluster
 from jaxpar.planner.evaluate import Evaluator
 from jaxpar.planner.fits import parameters
-from jaxpar.planner.network import call_seconds
-from jaxpar.planner.search import Found, search
+from jaxpar.planner.network import seconds
+from jaxpar.planner.search import Found
 from jaxpar.planner.timing import decode_time, transfer_seconds
 from jaxpar.planner.verdict import miss_of
 from jaxpar.planner.weights import weights_of
@@ -109,16 +109,14 @@ def test_a_sum_over_two_nodes_goes_inside_across_inside() -> None:
         + links.seconds("all_reduce", message // 8, 1, 2)
         + links.seconds("all_gather", message // 8, 8)
     )
-    assert call_seconds(row, MeshSpec(tp=16), device) == pytest.approx(by_levels)
+    assert seconds(row, MeshSpec(tp=16), device) == pytest.approx(by_levels)
 
 
 # 6
 def test_context_parallel_and_pipelined_plans_are_searched_with_their_bubble() -> None:
-    evaluator = Evaluator(question())
-    search(evaluator)
-    plans = {plan for plan, _ in evaluator.estimates}
+    plans = {one.plan for one in found().seen if not one.apart}
     assert {plan.mesh.cp for plan in plans} == {plan.mesh.pp for plan in plans} == {1, 2, 4, 8}
-    staged = evaluator.best(Plan(MeshSpec(pp=4, tp=2), dtype="bfloat16", chunk=2048))
+    staged = Evaluator(question()).best(Plan(MeshSpec(pp=4, tp=2), dtype="bfloat16", chunk=2048))
     assert staged is not None and staged.prefill.bubble > 0
 
 
