@@ -22,6 +22,7 @@ _COMMANDS = (
     "generate",
     "verify",
     "ledger",
+    "compile",
     "mesh",
     "layout",
     "pipeline",
