@@ -14,6 +14,7 @@ from jaxpar.cli.output import OUT, print_json, progress
 from jaxpar.errors import PlanError
 
 if TYPE_CHECKING:
+    from jaxpar.planner.check import Checked
     from jaxpar.planner.estimate import Estimate
     from jaxpar.planner.evaluate import Question
 
@@ -50,6 +51,9 @@ def plan(
         Path | None,
         typer.Option(metavar="FILE", help="Loads of experts, as generate --moe-stats --json prints: the imbalance."),
     ] = None,
+    check: Annotated[
+        int, typer.Option(metavar="N", help="Compile the N best for the cluster's devices, beside what is predicted.")
+    ] = 0,
     plot: Annotated[Path | None, typer.Option(metavar="FILE", help="Draw the Pareto front as a PNG.")] = None,
     json: Json = False,
 ) -> None:
@@ -59,6 +63,8 @@ def plan(
     """
     if top < 1:
         raise PlanError(f"--top {top}: show 1 plan or more")
+    if check < 0:
+        raise PlanError(f"--check {check}: compile 1 plan or more, or 0 for none")
     if plot is not None:
         from jaxpar.pictures import require_matplotlib
 
@@ -66,7 +72,13 @@ def plan(
     question = _question(
         model, cluster, (input_, output, prefix, concurrency), (ttft, tpot), objective, assume, moe_stats
     )
+    if check:
+        from jaxpar.planner.check import target_of
+
+        target_of(question.cluster)  # without a compiler there is no use in a search
     answer = _Answer(model, question, top, explain)
+    if check:
+        answer.compile(check)
     if plot is not None:
         answer.draw(plot)
     if json:
@@ -135,6 +147,7 @@ class _Answer:
 
         self._model, self._explain = model, explain
         self._evaluator = Evaluator(question)
+        self._checked: list[Checked] = []
         written = explain is not None and not explain.strip().isdecimal()
         with progress("Planning") as status:
             if explain is not None and written:
@@ -167,6 +180,14 @@ class _Answer:
         title = f"{self._model} on {asked.cluster.name}, {asked.workload.input} in, {asked.workload.output} out"
         draw(path, title, {name: group for name, group in groups.items() if group}, self._chosen)
 
+    def compile(self, count: int) -> None:
+        """Compile the best plans."""
+        from jaxpar.planner.check import check, target_of
+
+        question = self.found.question
+        with progress("Compiling") as status:
+            self._checked = list(check(question, target_of(question.cluster), self.found.best[:count], status.say))
+
     def lines(self, one: Estimate) -> list[str]:
         """The `jaxpar generate` line of each pool."""
         output = self.found.question.workload.output
@@ -182,6 +203,7 @@ class _Answer:
         return found_json(self.found) | {
             "best": best,
             "explained": chosen,
+            "checked": [row.to_json() for row in self._checked],
             "limits": [asdict(limit) for limit in limits(self._evaluator, self._chosen)],
         }
 
@@ -196,6 +218,11 @@ class _Answer:
         if miss is not None:
             OUT.print(f"{miss.text}\n", markup=False)
         OUT.print(render.best_table(self._best))
+        if self._checked:
+            from jaxpar.planner.check import check_table, target_of
+
+            OUT.print()
+            OUT.print(check_table(self._checked, target_of(self.found.question.cluster)))
         which = self.found.best.index(self._chosen) + 1
         OUT.print(f"\nPlan {which}: {render.first_token_line(self._chosen)}\n", markup=False)
         OUT.print(render.roofline_table(self._chosen) if self._explain else render.time_table(self._chosen))

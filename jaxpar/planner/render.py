@@ -59,30 +59,29 @@ def options_of(plan: Plan) -> str:
 def best_table(best: Sequence[Estimate]) -> Table:
     """The best plans; a deployment of two pools has a row for each."""
     columns = [
-        "#", "mesh", "options", "requests", "TTFT ms", "TPOT ms", "tokens/s/device", "tokens/s/user",
-        "memory", "of it", "largest", "bound by",
+        "#", "mesh", "requests", "TTFT ms", "TPOT ms", "tokens/s/device", "/user", "memory", "of it", "largest",
+        "bound by", "options",
     ]  # fmt: skip
     rows: list[list[object]] = []
     for number, one in enumerate(best, 1):
-        for index, pool in enumerate(one.pools):
-            last = index == len(one.pools) - 1
-            role = "" if not one.apart else ("decode: " if last else "prefill: ")
+        for pool in one.pools:
+            first, last = pool is one.pools[0], pool is one.pools[-1]
+            role = "" if not one.apart else "decode " if last else "prefill "
+            bounds = [longest(one).bound] * first + [one.decode.step.bound] * last
+            figures = [
+                f"{value:.4g}" if last else ""
+                for value in (1e3 * one.ttft, 1e3 * one.tpot, one.tokens_per_device, one.tokens_per_user)
+            ]
             memory = pool.memory
-            bound = one.decode.step.bound if last else longest(one).bound
-            if not one.apart:
-                bound = f"prefill {longest(one).bound}, decode {bound}"
-            figures: list[object] = [""] * 4
-            if last:
-                figures = [
-                    f"{1e3 * one.ttft:.4g}", f"{1e3 * one.tpot:.4g}",
-                    f"{one.tokens_per_device:.4g}", f"{one.tokens_per_user:.4g}",
-                ]  # fmt: skip
             rows.append([
-                number if index == 0 else "", f"{role}{pool.plan.mesh}", options_of(pool.plan), pool.batch, *figures,
+                number if first else "", f"{role}{pool.plan.mesh}", pool.batch, *figures,
                 human_bytes(pool.used_bytes), f"{pool.used_bytes / memory.device_bytes:.0%}",
-                f"{pool.memory.largest} {human_bytes(memory.items[pool.memory.largest])}", bound,
+                f"{memory.largest} {human_bytes(memory.items[memory.largest])}", ", ".join(bounds),
+                options_of(pool.plan),
             ])  # fmt: skip
-    return table("Best plans", columns, rows, left=3)
+    drawn = table("Best plans", columns, rows, left=2)
+    drawn.columns[-1].justify, drawn.columns[-1].no_wrap = "left", False
+    return drawn
 
 
 def longest(one: Estimate) -> StepTime:
