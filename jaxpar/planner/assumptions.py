@@ -42,6 +42,7 @@ class Assumptions:
     )
     attention_efficiency: float = _says(0.3, "part of the peak that prefill attention reaches")
     cache_efficiency: float = _says(0.55, "part of the memory's bandwidth at which decode attention reads the cache")
+    skip_masked: bool = _says(True, "whether attention leaves out keys that no query of a tile sees")
     expert_efficiency: float = _says(0.45, "what products of experts reach of what dense ones do")
     expert_tile: int = _says(64, "rows up to which each expert's products are filled")
     fused: bool = _says(

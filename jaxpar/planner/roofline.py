@@ -104,7 +104,7 @@ def parts_of(
         PlanError: a strategy that refuses the step's shapes.
     """
     rates = rates_of(device, assumed, step.plan.dtype)
-    of_attention = attended(step, context)
+    of_attention = attended(step, context, assumed.skip_masked)
     of_experts = routed(step, assumed.imbalance) if step.moe_layers else None
     moved = predict_moved(step, of_attention, of_experts)
     flops, compute = _computed(step, of_attention, of_experts, rates, assumed)
