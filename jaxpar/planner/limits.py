@@ -74,25 +74,40 @@ class _Around:
         end = nothing_to_split(config, meshes[0], axis)
         if end:
             return Limit(axis, size, meshes[0].sizes[axis], end)
-        others = [other for mesh in meshes if (other := _on(plan, mesh)) is not None]
-        found = [(best, other) for other in others if (best := self.instead(other)) is not None]
+        found = [(best, mesh) for mesh in meshes for best in self._on(mesh)]
         if not found:
-            return Limit(axis, size, meshes[0].sizes[axis], self._why_none(others))
-        best, other = max(found, key=lambda pair: self.evaluator.key(pair[0]))
-        facts = [fact for fact in (_fact(config, plan, other, axis),) if fact]
-        reason = "; ".join([compare(self.evaluator, self.one, best, _shown(other, self.one)), *facts])
-        return Limit(axis, size, other.mesh.sizes[axis], reason)
+            return Limit(axis, size, meshes[0].sizes[axis], self._why_none(meshes))
+        best, mesh = max(found, key=lambda pair: self.evaluator.key(pair[0]))
+        larger = _moved(plan, mesh) or best.plan
+        facts = [fact for fact in (_fact(config, plan, larger, axis),) if fact]
+        reason = "; ".join([compare(self.evaluator, self.one, best, self._shown(mesh)), *facts])
+        return Limit(axis, size, mesh.sizes[axis], reason)
 
-    def _why_none(self, others: list[Plan]) -> str:
-        """Why none of these plans can take the place."""
-        for other in others:
-            if other in self.evaluator.problems:
-                return self.evaluator.problems[other]
-        for other in others:
-            alone = self.evaluator.best(copies(other, 1))
+    def _on(self, mesh: MeshSpec) -> list[Estimate]:
+        """The deployment with the plan on another mesh, and the best of those that the search has seen there."""
+        moved = _moved(self.plan, mesh)
+        best = None if moved is None else self.instead(moved)
+        found = [] if best is None else [best]
+        if not self.one.apart:
+            seen = self.evaluator.estimates.items()
+            found += [one for (plan, _), one in seen if plan.mesh == mesh]
+        return found
+
+    def _shown(self, mesh: MeshSpec) -> str:
+        """The mesh, or that of one replica where those are what a pool has."""
+        return str(replace(mesh, dp=1) if self.one.apart else mesh)
+
+    def _why_none(self, meshes: Iterable[MeshSpec]) -> str:
+        """Why the plan is on none of these meshes."""
+        problems = []
+        for mesh in meshes:
+            moved = _moved(self.plan, mesh)
+            alone = None if moved is None else self.evaluator.best(copies(moved, 1) if self.one.apart else moved)
             if alone is not None and not alone.fits:
-                return compare(self.evaluator, self.one, alone, _shown(other, self.one))
-        return "no division of the devices has such replicas" if self.one.apart else "no plan runs on such a mesh"
+                return compare(self.evaluator, self.one, alone, self._shown(mesh))
+            problems += [self.evaluator.problems[plan] for plan in (moved,) if plan in self.evaluator.problems]
+        none = "no division of the devices has such replicas" if self.one.apart else "no plan runs on such a mesh"
+        return problems[0] if problems else none
 
     def chunk(self) -> Limit:
         """What stops the chunk."""
@@ -106,12 +121,7 @@ class _Around:
         return Limit("chunk", plan.chunk, larger, why)
 
 
-def _shown(plan: Plan, one: Estimate) -> str:
-    """The mesh of the plan, or of one of its replicas where those are what a pool has."""
-    return str((copies(plan, 1) if one.apart else plan).mesh)
-
-
-def _on(plan: Plan, mesh: MeshSpec) -> Plan | None:
+def _moved(plan: Plan, mesh: MeshSpec) -> Plan | None:
     """The plan on another mesh, or None where its options cannot be there."""
     try:
         return on_mesh(plan, mesh)
