@@ -19,7 +19,7 @@ from jaxpar.planner.estimate import Estimate
 from jaxpar.planner.evaluate import GAIN, Evaluator, copies
 from jaxpar.planner.pools import best_split, on_mesh
 from jaxpar.planner.search import bare
-from jaxpar.planner.shares import contributions
+from jaxpar.planner.shares import IDLE, contributions
 from jaxpar.planner.space import CHUNKS, changed, neighbours
 from jaxpar.tables import counted, human_bytes
 
@@ -160,12 +160,14 @@ def compare(evaluator: Evaluator, one: Estimate, other: Estimate, name: str) -> 
     if abs(new_whole / whole - 1) < GAIN:
         return f"{name} gives the same within {GAIN:.1%}"
     grows = {name: theirs.get(name, 0) - mine.get(name, 0) for name in {**mine, **theirs}}
-    most = max(grows, key=lambda name: grows[name])
     text = f"{name} takes {scale * new_whole:.4g} {unit} in place of {scale * whole:.4g}"
     if new_whole < whole:
         return f"nothing: {text}"
-    if grows[most] > 0:
-        text += f", most of it {most}: {scale * theirs[most]:.4g} in place of {scale * mine.get(most, 0):.4g}"
+    if grows.pop(IDLE, 0.0) > GAIN * whole:
+        text += f", prefill works {other.served.prefilling:.0%} of the time in place of {one.served.prefilling:.0%}"
+    most = max(grows, key=lambda name: grows[name])
+    if grows[most] > GAIN * whole:
+        text += f", {most} takes {scale * theirs[most]:.4g} in place of {scale * mine.get(most, 0):.4g}"
         text += _messages(other, most)
     return text
 

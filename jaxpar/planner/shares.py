@@ -11,6 +11,8 @@ from collections.abc import Iterable
 from jaxpar.planner.estimate import Estimate
 from jaxpar.planner.timing import StepTime
 
+IDLE = "prefill pool without work"
+
 
 def contributions(one: Estimate, objective: str) -> dict[str, float]:
     """Seconds by what they are spent on: of a device for each generated token, for "latency" of a whole request.
@@ -27,7 +29,7 @@ def contributions(one: Estimate, objective: str) -> dict[str, float]:
         of_decode = one.pools[-1].devices * steps / one.output / one.batch / one.decode.tpot
         # A pool that waits for the other one costs as much as one that works.
         idle = one.pools[0].devices * (1 - one.served.prefilling) / (one.served.rate * one.output) if one.apart else 0.0
-        waits = {"prefill pool without work": idle}
+        waits = {IDLE: idle}
     found: defaultdict[str, float] = defaultdict(float)
     for name, seconds in prefill_parts(one).items():
         if name != "bubble" or objective == "latency":
