@@ -173,13 +173,14 @@ class Evaluator:
         return self.ladder(plan)
 
     def ladder(self, plan: Plan) -> list[int]:
-        """Powers of two lanes, and as many as there is memory for; one request where no more fit."""
+        """Powers of two lanes, from 16 on with steps of half between, and as many as fit; one request if no more do."""
         each = plan.mesh.dp * plan.mesh.ep * plan.groups
         most = self.most(plan) // each
         if not most:
             return [max(1, self.most(plan))]
         largest = most // 8 * 8 if most >= 8 else bucket(most + 1) // 2
-        lanes = {1 << power for power in range(most.bit_length())} | {largest}
+        powers = {1 << power for power in range(most.bit_length())}
+        lanes = powers | {power * 3 // 2 for power in powers if power >= 16} | {largest}
         return [each * count for count in sorted(lanes) if count <= largest]
 
     def best(self, plan: Plan) -> Estimate | None:
