@@ -1,62 +1,41 @@
 """What steps and kernels take besides their work: models with next to no work run their real decode steps.
 
-2 layers of width 64    step overhead +  (kernels of 1 layer)  x kernel overhead  +  a little work
-8 layers of width 64    step overhead +  (kernels of 4 layers) x kernel overhead  +  a little work
+1 layer of width 64     step overhead +  (kernels of 1 layer)  x kernel overhead  +  a little work
+4 layers of width 64    step overhead +  (kernels of 4 layers) x kernel overhead  +  a little work
 """
 
 from __future__ import annotations
 
-import statistics
-import time
-from dataclasses import dataclass
+from collections.abc import Sequence
 
-import jax
-import jax.numpy as jnp
-from jax.sharding import Mesh, NamedSharding
-
+from jaxpar.calibrate.result import Overheads
+from jaxpar.calibrate.steps import Run
 from jaxpar.checkpoint.config import ModelConfig, RopeConfig
-from jaxpar.engine.requests import SamplingParams
-from jaxpar.engine.session import Session
-from jaxpar.mesh import MeshSpec
-from jaxpar.plan import Plan
-from jaxpar.program import Programs, Weights
+from jaxpar.ledger.steps import make_steps
+from jaxpar.planner.assumptions import Assumptions
+from jaxpar.planner.timing import step_time
+from jaxpar.presets import DeviceKind
 
 LAYERS = (1, 4)
 """Of the models that are run."""
 
-_PROMPT = [1] * 16
+
+def overheads(device: DeviceKind, runs: Sequence[Run]) -> Overheads:
+    """What is left of the times of two models once the planner has predicted the rest, for `device`."""
+    rests, kernels = [], []
+    for run in runs:
+        (step,) = make_steps(run.config, run.plan, "decode", run.requests, run.tokens)
+        work, more = (
+            step_time(step, device, Assumptions(kernel_overhead=each, step_overhead=0.0)).seconds for each in (0.0, 1.0)
+        )
+        rests.append(run.seconds - work)
+        kernels.append(more - work)
+    kernel = max(0.0, (rests[1] - rests[0]) / (kernels[1] - kernels[0]))
+    return Overheads(max(0.0, rests[0] - kernel * kernels[0]), kernel)
 
 
-@dataclass(frozen=True)
-class DecodeSteps:
-    """Seconds of a decode step of a narrow model, one request a replica, and what ran."""
-
-    config: ModelConfig
-    plan: Plan
-    requests: int
-    seconds: float
-
-
-def narrow_steps(mesh: Mesh, spec: MeshSpec, layers: int, steps: int = 15) -> DecodeSteps:
-    """The median step of a model of so many narrow layers, a replica on every device of `mesh`."""
-    on_cpu = mesh.devices.flat[0].platform == "cpu"
-    plan = Plan(mesh=spec, dtype="float32" if on_cpu else "bfloat16")
-    config = _narrow(layers, plan.dtype)
-    programs, requests = Programs(config, plan, mesh), spec.size
-    session = Session(
-        programs, _weights(programs), [_PROMPT] * requests, [len(_PROMPT) + steps + 2] * requests, SamplingParams()
-    )
-    latest = {request: token for chunk in session.prefill() for request, token in chunk.decoded.tokens.items()}
-    seconds = []
-    for _ in range(steps):
-        start = time.perf_counter()
-        latest = {request: token for one in session.decode(latest) for request, token in one.tokens.items()}
-        seconds.append(time.perf_counter() - start)
-    # The first one compiles.
-    return DecodeSteps(config, plan, requests, statistics.median(seconds[1:]))
-
-
-def _narrow(layers: int, dtype: str) -> ModelConfig:
+def narrow(layers: int) -> ModelConfig:
+    """A model of so many layers with next to no work in them."""
     return ModelConfig(
         model_type="llama",
         vocab_size=256,
@@ -71,17 +50,5 @@ def _narrow(layers: int, dtype: str) -> ModelConfig:
         tie_word_embeddings=False,
         rope=RopeConfig(),
         windows=(None,) * layers,
-        dtype=dtype,
+        dtype="float32",
     )
-
-
-def _weights(programs: Programs) -> Weights:
-    """All alike; no time depends on them."""
-    arrays = {name: weight.abstract for name, weight in programs.weights.items()}
-    shardings = {name: NamedSharding(programs.mesh, programs.weight_specs[name]) for name in arrays}
-
-    def make() -> Weights:
-        return {name: jnp.full(array.shape, 0.01, array.dtype) for name, array in arrays.items()}
-
-    made: Weights = jax.jit(make, out_shardings=shardings)()
-    return made

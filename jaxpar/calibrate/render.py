@@ -42,6 +42,9 @@ def render(calibration: Calibration) -> Group:
         "",
         f"Besides its work a step takes {1e6 * device.step_overhead:.4g} us, and each kernel in it "
         f"{1e6 * device.kernel_overhead:.4g} us",
+        "; ".join(
+            f"{part} reach{'es' * (part != 'experts')} {value:.1%}" for part, value in calibration.reached.items()
+        ),
         "",
         table("A call of a collective: alpha + its operand's bytes times beta", columns, fits, left=2),
     )

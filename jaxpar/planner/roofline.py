@@ -33,7 +33,7 @@ KERNELS = {
     "elementwise": 2,
     "attention": 3,  # queries, keys and values; rotation and the cache's store; the output projection
     "prefill_attention": 1,
-    "decode_attention": 2,  # parts of the keys, and their merge
+    "decode_attention": 6,  # many short pieces of keys, and their merge: that long where there is little to read
     "ffn": 3,  # gate and up, the gate's product, down
     "moe": 2,  # the router and the choice of experts
     "experts": 6,  # sort, rows to experts, gate and up, the gate's product, down, and the weighted sum
