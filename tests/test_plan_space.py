@@ -55,9 +55,9 @@ def test_a_thousand_devices_are_searched_by_few_estimates() -> None:
     coarse = sparse(plans, 8)
     assert len(plans) > 2000 and 100 < len(coarse) < 400
     assert {plan.mesh.tp for plan in coarse} >= {1, 4, 8} and {plan.mesh.pp for plan in coarse} >= {1, 4, 16}
-    dense = found(cluster="h200-8x128")
-    assert dense.met and dense.best[0].devices == 1024
-    assert dense.steps < 2000  # a millisecond or two each
+    soonest = found(model="llama-3.1-8b", cluster="h200-8x8", objective="latency")
+    assert soonest.space > 60 and soonest.best[0].devices == 64
+    assert soonest.steps < 1000  # a millisecond or two each
 
 
 def test_neighbours_move_one_factor() -> None:

@@ -11,7 +11,7 @@ from jaxpar.plan import Plan
 from jaxpar.planner.estimate import Estimate
 from jaxpar.planner.evaluate import Question
 from jaxpar.planner.limits import Limit
-from jaxpar.planner.rates import TYPICAL_FP8, rates_of
+from jaxpar.planner.rates import TYPICAL_ATTENTION, TYPICAL_FP8, rates_of
 from jaxpar.planner.search import Found
 from jaxpar.planner.timing import StepTime
 from jaxpar.planner.verdict import meshes_of
@@ -207,6 +207,9 @@ def assumed_values(question: Question) -> dict[str, object]:
         "matmul_efficiency": rates.wide / device.peak_bf16_flops,
         "fp8_efficiency": device.efficiency.get("fp8") or TYPICAL_FP8,
         "memory_efficiency": rates.memory / device.memory_bandwidth,
+        "attention_efficiency": device.efficiency.get("attention") or TYPICAL_ATTENTION,
+        "cache_efficiency": rates.cache / device.memory_bandwidth,
+        "expert_efficiency": rates.experts / rates.matrices,
         "kernel_overhead": rates.kernel,
         "step_overhead": rates.step,
         "transfer_bandwidth": device.internode_bandwidth,
