@@ -52,6 +52,8 @@ KINDS: Mapping[str, DeviceKind] = MappingProxyType(
         "v5e": _tpu("TPU v5e", 16e9, 197, 0.82e12, 200e9, 256),
         "v5p": _tpu("TPU v5p", 95e9, 459, 2.77e12, 600e9, 8960),
         "v6e": _tpu("TPU v6e", 32e9, 918, 1.64e12, 448e9, 256),
+        # Two devices a chip, each with half of what it has.
+        "tpu7x": _tpu("TPU7x", 96e9, 1153, 3.69e12, 300e9, 18432),
     }
 )
 """`devices_per_node` is the most that fast links join: of GPUs a node, of TPUs the largest slice."""

@@ -85,7 +85,7 @@ class Target:
     def kind(self) -> DeviceKind:
         """What one of its devices can do; a node is a TPU slice, or a host's GPUs."""
         if self.name in TPUS:
-            return replace(TPUS[self.name].device, devices_per_node=math.prod(self.shape) * self._devices_a_chip)
+            return replace(TPUS[self.name].device, devices_per_node=self.size)
         return replace(GPUS[self.name].device, devices_per_node=self.shape[2])
 
     @property
