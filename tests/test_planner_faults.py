@@ -99,6 +99,16 @@ def test_unmet_targets_name_what_binds_and_the_plan_that_misses_least() -> None:
     assert f"{miss.by:.3g} times as much" in miss.text and str(missed.best[0].plan.mesh) in miss.text
 
 
+def test_more_requests_than_fit_are_told_how_many_would() -> None:
+    missed = found(concurrency=100_000)
+    miss = miss_of(missed)
+    assert miss is not None and miss.constraint == "memory" and miss.needed > miss.allowed
+    requests, mesh = missed.most
+    assert miss.text.endswith(f"at most {requests} requests fit, on {mesh}")
+    held = Evaluator(question(concurrency=requests)).best(Plan(MeshSpec.parse(mesh), dtype="bfloat16", chunk=2048))
+    assert held is not None and held.fits and requests > 100
+
+
 # 5
 def test_a_sum_over_two_nodes_goes_inside_across_inside() -> None:
     device = Cluster.parse("h200-8x2").device

@@ -75,7 +75,9 @@ class Evaluator:
         return sum(len(time.steps) for time in self._prefill.values()) + len(self._decode)
 
     def key(self, one: Estimate) -> Key:
-        """Larger is better."""
+        """Larger is better; of what does not fit, what needs least memory."""
+        if not one.fits:
+            return False, -one.fullest.total / one.fullest.device_bytes, self._score(one), 0.0
         return one.fits, -one.miss(self.question.targets), float(f"{self._score(one):.3g}"), -one.latency
 
     def gains(self, one: Estimate, than: Estimate) -> bool:

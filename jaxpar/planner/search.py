@@ -34,7 +34,8 @@ class Found:
 
     `best` are the plans from the best on, one for each mesh; where the targets cannot be met those that miss them
     least. `seen` is all that was estimated, for the front. `space` are the meshes and expert axes that there are,
-    `looked_at` those of them that were estimated, `steps` the steps of programs that were counted.
+    `looked_at` those of them that were estimated, `steps` the steps of programs that were counted. `most` are the
+    most requests that fit, and the mesh on which they do.
     """
 
     question: Question
@@ -43,6 +44,7 @@ class Found:
     space: int
     looked_at: int
     steps: int
+    most: tuple[int, str] = (0, "")
 
     @property
     def met(self) -> bool:
@@ -76,7 +78,8 @@ def search(evaluator: Evaluator, say: Callable[[str], None] = lambda text: None)
     every = [*refined, *pools, *estimates]
     found = ranked(every, evaluator.key)
     seen = (*evaluator.estimates.values(), *pools)
-    return Found(question, tuple(found), seen, space, looked_at, evaluator.steps)
+    most = max(((evaluator.most(bare(one.plan)), str(one.plan.mesh)) for one in estimates), default=(0, ""))
+    return Found(question, tuple(found), seen, space, looked_at, evaluator.steps, most)
 
 
 def _device_counts(question: Question) -> list[int]:

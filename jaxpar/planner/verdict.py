@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from jaxpar.planner.estimate import Estimate
 from jaxpar.planner.search import Found
 from jaxpar.planner.shares import decode_parts, prefill_parts
-from jaxpar.tables import human_bytes
+from jaxpar.tables import counted, human_bytes
 
 
 @dataclass(frozen=True)
@@ -31,28 +31,30 @@ def miss_of(found: Found) -> Miss | None:
     if found.met or not found.best:
         return None
     one, targets = found.best[0], found.question.targets
-    name = meshes_of(one)
+    name, asked = meshes_of(one), counted(one.batch, "request")
     if not one.fits:
         memory = one.fullest
         most = f"{memory.largest} {human_bytes(memory.items[memory.largest])}"
+        requests, mesh = found.most
+        room = f"; at most {counted(requests, 'request')} fit, on {mesh}" if requests else ""
         return Miss(
             "memory",
             memory.total,
             memory.device_bytes,
-            f"nothing fits {one.batch} requests: the nearest, {name}, needs {human_bytes(memory.total)} a device, "
-            f"{human_bytes(memory.over)} more than it has; most is {most}",
+            f"nothing fits {asked}: the nearest, {name}, needs {human_bytes(memory.total)} a device, "
+            f"{human_bytes(memory.over)} more than it has; most is {most}{room}",
         )
     times = {
         "TTFT": (one.ttft, targets.ttft, lambda each: each.ttft, prefill_parts(one)),
         "TPOT": (one.tpot, targets.tpot, lambda each: each.tpot, decode_parts(one)),
     }
-    asked = {key: value for key, value in times.items() if value[1] is not None}
-    binding = max(asked, key=lambda key: asked[key][0] / (asked[key][1] or 1))
-    value, target, of, parts = asked[binding]
+    given = {key: value for key, value in times.items() if value[1] is not None}
+    binding = max(given, key=lambda key: given[key][0] / (given[key][1] or 1))
+    value, target, of, parts = given[binding]
     assert target is not None
     part = max(parts, key=lambda key: parts[key])
     text = (
-        f"no plan meets all targets, and {binding} binds: the nearest, {name} with {one.batch} requests, has "
+        f"no plan meets all targets, and {binding} binds: the nearest, {name} with {asked}, has "
         f"{1e3 * value:.4g} ms where {1e3 * target:.4g} are allowed, {value / target:.3g} times as much; most of it is "
         f"{part}, {1e3 * parts[part]:.4g} ms"
     )
