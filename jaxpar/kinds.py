@@ -58,6 +58,9 @@ KINDS: Mapping[str, DeviceKind] = MappingProxyType(
 )
 """`devices_per_node` is the most that fast links join: of GPUs a node, of TPUs the largest slice."""
 
+DEVICES_A_CHIP: Mapping[str, int] = MappingProxyType({"tpu7x": 2})
+"""Of kinds whose chips are several devices of a program: how many."""
+
 
 def find_kind(name: str) -> DeviceKind:
     """The kind of a short name.

@@ -12,18 +12,21 @@ from jaxpar.checkpoint import read_config
 from jaxpar.kinds import KINDS
 from jaxpar.ledger.needed import Routed
 from jaxpar.mesh import MeshSpec
-from jaxpar.plan import Plan
+from jaxpar.plan import Phase, Plan
 from jaxpar.planner.assumptions import Assumptions, ideal
 from jaxpar.planner.roofline import Part, filled_rows
 from jaxpar.planner.timing import DecodeTime, StepTime, decode_time, prefill_time, step_time
 from jaxpar.planner.workload import Workload
-from jaxpar.strategies import Step
+from jaxpar.registry import STRATEGIES
+from jaxpar.strategies import Step, Strategy
 
 LLAMA = read_config(model_dir("llama-3-70b"))
 QWEN = read_config(model_dir("qwen3-235b-a22b"))
 DEEPSEEK = read_config(model_dir("deepseek-v3"))
 H200, V5P = KINDS["h200"], KINDS["v5p"]
 WORKLOAD = Workload(4000, 500)
+CHOSEN = ("prefill_attention", "decode_attention", "moe_dispatch", "all_reduce")
+"""Sublayers whose strategy a field of the plan, of the same name, chooses."""
 
 
 def bf16(mesh: MeshSpec, **changes: Any) -> Plan:
@@ -167,3 +170,16 @@ def test_what_bounds_a_step_adds_up_to_its_seconds() -> None:
         assert sum(step.bounds.values()) == pytest.approx(step.seconds)
         assert step.bound == max(step.bounds, key=lambda name: step.bounds[name])
         assert step.to_json()["seconds"] == step.seconds
+
+
+@pytest.mark.parametrize("strategy", [one for one in STRATEGIES if one.sublayer in CHOSEN], ids=lambda one: one.name)
+def test_every_strategy_that_a_plan_can_choose_is_timed_by_what_it_sends(strategy: Strategy) -> None:
+    mesh = MeshSpec(dp=2, cp=2, tp=2) if "cp" in strategy.axes and "tp" not in strategy.axes else MeshSpec(dp=2, tp=4)
+    phase: Phase = "decode" if strategy.sublayer == "decode_attention" else "prefill"
+    plan = bf16(mesh, experts_over=("dp",), **{strategy.sublayer: strategy.name}, devices_per_node=2)
+    if strategy.name in ("local", "head_dim"):
+        plan = replace(plan, **{strategy.sublayer: "auto"})
+    config = QWEN if strategy.sublayer == "moe_dispatch" else replace(LLAMA, num_hidden_layers=2, windows=(None,) * 2)
+    time = step_time(Step(config, plan, phase, 4, 64 if phase == "prefill" else 1, 256), H200, Assumptions(), seen=100)
+    assert time.seconds > 0 and sum(time.sending.values()) > 0
+    assert all(found.seconds >= 0 and 0 <= found.hidden <= found.sent for found in time.parts)

@@ -54,6 +54,7 @@ def test_a_target_is_a_time_above_0(time: float) -> None:
         ("b200-72", 72, 72, 1, "b200:1x1x72"),
         ("v5p-4x4x4", 64, 64, 1, "v5p:4x4x4"),
         ("v5e-4x8", 32, 32, 1, "v5e:4x8"),
+        ("tpu7x-4x4x4", 128, 128, 1, "tpu7x:4x4x4"),
         ("h20-32", 32, 8, 4, None),
         ("h20-32:64", 64, 8, 8, None),
     ],

@@ -25,6 +25,7 @@ from jax.sharding import Mesh
 from jaxpar.aot.kinds import GPUS, TPUS, gpu_target_config
 from jaxpar.devices import make_mesh
 from jaxpar.errors import MeshError
+from jaxpar.kinds import DEVICES_A_CHIP
 from jaxpar.mesh import MAX_RANKS, MeshSpec
 from jaxpar.presets import DeviceKind
 from jaxpar.values import shown
@@ -143,7 +144,7 @@ class Target:
 
     @property
     def _devices_a_chip(self) -> int:
-        return 2 if self.name == "tpu7x" else 1
+        return DEVICES_A_CHIP.get(self.name, 1)
 
 
 def require_compiler(target: Target) -> None:

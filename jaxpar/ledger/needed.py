@@ -79,7 +79,7 @@ def attended(step: Step, context: Context, skips: bool = True) -> Attended:
     # A rank meets the keys of each block of ranks once, its own where there is one block.
     keys = step.lanes * read / cp * sum(len(keys) for keys in {tuple(keys) for _, keys in share.blocks})
     if mla is None:
-        return Attended(flops, 0, keys, 0)
+        return Attended(flops, 0, keys * share.heads / heads.q_local, 0)
     return Attended(flops, expand_flops(mla, share.heads, 1) * keys, keys, keys)
 
 

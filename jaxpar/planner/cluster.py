@@ -12,7 +12,7 @@ import re
 from dataclasses import dataclass, replace
 
 from jaxpar.errors import MeshError
-from jaxpar.kinds import KINDS, find_kind
+from jaxpar.kinds import DEVICES_A_CHIP, KINDS, find_kind
 from jaxpar.links import Links
 from jaxpar.mesh import MAX_RANKS
 from jaxpar.presets import DeviceKind, load_preset, preset_names
@@ -80,13 +80,13 @@ def _is_a_node(kind: DeviceKind, devices: int) -> bool:
 
 def _of_kind(text: str, name: str, sizes: tuple[int, ...]) -> Cluster:
     kind = _known(name)
-    devices = math.prod(sizes)
+    devices = math.prod(sizes) * DEVICES_A_CHIP.get(name, 1)
     _refuse_many(text, devices)
     if kind.topology == "torus":
         if devices > kind.devices_per_node:
             raise MeshError(
-                f"cluster {text!r} is {devices} chips and a slice of {kind.kind} has {kind.devices_per_node} at most: "
-                "use a preset to join slices"
+                f"cluster {text!r} is {devices} devices and a slice of {kind.kind} has {kind.devices_per_node} at "
+                "most: use a preset to join slices"
             )
         dimensions = 2 if name in ("v5e", "v6e") else 3
         if len(sizes) != dimensions:
