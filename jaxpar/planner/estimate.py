@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property
 
 from jaxpar.plan import Plan
 from jaxpar.planner.memory import DeviceMemory
@@ -118,11 +117,6 @@ class Estimate:
     def device_seconds(self) -> float:
         """Devices x seconds for each generated token: what it costs."""
         return self.devices / self.tokens_per_second
-
-    @cached_property
-    def by_axis(self) -> dict[str, float]:
-        """Seconds of a decode step that its collectives take, by the axes that they run over."""
-        return {"+".join(axes): seconds for axes, seconds in self.decode.step.sending.items()}
 
     def miss(self, targets: Targets) -> float:
         """By which factor the worse of the targets is missed; 1: all are met."""
