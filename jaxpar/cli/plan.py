@@ -57,7 +57,9 @@ def plan(
     plot: Annotated[Path | None, typer.Option(metavar="FILE", help="Draw the Pareto front as a PNG.")] = None,
     json: Json = False,
 ) -> None:
-    """Find the best plans for a model, a cluster and a load; a config.json is enough, and no device is needed.
+    """Find the best plans for a model on a cluster.
+
+    A config.json is enough, and no device is needed.
 
     Exit status 1 if no plan meets the targets: what binds, the nearest plan, and by how much it misses.
     """
