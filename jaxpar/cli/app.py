@@ -27,6 +27,7 @@ _COMMANDS = (
     "layout",
     "pipeline",
     "balance",
+    "plan",
     "strategies",
     "train",
     "doctor",

@@ -73,5 +73,8 @@ def takes(*names: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
     return decorate
 
 
-takes_plan = takes(*_HELP)
+PLAN_OPTIONS = tuple(_HELP)
+"""Fields of the plan that are options."""
+
+takes_plan = takes(*PLAN_OPTIONS)
 """Give a command the options of the whole plan."""

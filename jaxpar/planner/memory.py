@@ -115,14 +115,18 @@ def most_requests(config: ModelConfig, plan: Plan, device: DeviceKind, workload:
 
     if left(8) < 0:
         return max((lanes for lanes in (1, 2, 4) if left(lanes) >= 0), default=0) * replicas
-    # Bytes are nearly a line in the number of lanes: look where it ends, then step by step.
+    # Bytes are nearly a line in the number of lanes: look where it ends, then near there.
     each = max((left(8) - left(64)) / 56, 1.0)
     lanes = 8 * max(1, int(left(8) / each / 8) + 1)
     while lanes > 8 and left(lanes) < 0:
         lanes -= 8 * max(1, int(-left(lanes) / each / 8))
-    while left(lanes + 8) >= 0:
-        lanes += 8
-    return max(lanes, 8) * replicas
+    lanes, step = max(lanes, 8), 8
+    while left(lanes + step) >= 0:
+        lanes, step = lanes + step, 2 * step
+    while step > 8:
+        step //= 2
+        lanes += step if left(lanes + step) >= 0 else 0
+    return lanes * replicas
 
 
 @lru_cache(maxsize=4096)
