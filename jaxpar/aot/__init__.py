@@ -1,0 +1,1 @@
+"""Ahead of time: step programs compiled for accelerators that need not be there."""
