@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, Literal
 
 import jax
@@ -52,7 +53,6 @@ from jaxpar.registry import chosen
 from jaxpar.strategies import Step
 from jaxpar.vocabulary.head import local_logits
 from jaxpar.vocabulary.sampling import sample
-
 
 Split = Literal["size", "copies", "axis"]
 
@@ -116,6 +116,11 @@ def _with_copies(mesh: Mesh, copies: int) -> Mesh:
     return Mesh(mesh.devices.reshape(*outer, tp // copies, copies), names, axis_types=(AxisType.Auto,) * len(names))
 
 
+def _of_kv(name: str) -> bool:
+    """Whether a weight projects to keys or values, of which ranks of copies have the same."""
+    return "qkv.each.1" in name or "qkv.each.2" in name
+
+
 def _over_copies(spec: P) -> P:
     """Split over tp -> over tp and copies."""
     axes = [(axis,) if isinstance(axis, str) else axis for axis in spec]
@@ -128,7 +133,7 @@ class Automatic:
     def __init__(
         self, config: ModelConfig, explicit: Plan, mesh: Mesh, one_pool: bool = False, kv: Split = "size"
     ) -> None:
-        """Declare it with the shards of `explicit`; `one_pool`: replicas share one pool, and ids count all its pages."""
+        """Declare it with the shards of `explicit`; `one_pool`: replicas share one pool, ids count all its pages."""
         self.config, self.explicit = config, explicit
         heads, tp = config.num_key_value_heads, explicit.mesh.tp
         copies = tp // math.gcd(tp, heads) if kv == "axis" else 1
@@ -204,18 +209,21 @@ class Automatic:
         cache = Cache([dict.fromkeys(("k", "v"), plane) for _ in self.planes], P(self.axis, self.pooled))
         weights = self.specs
         if "copies" in self.mesh.shape:
-            weights = {name: _over_copies(spec) for name, spec in weights.items()}
+            weights = {name: spec if _of_kv(name) else _over_copies(spec) for name, spec in weights.items()}
         specs = (weights, cache, P(self.axis, self.pooled))
         return jax.tree.map(lambda spec: NamedSharding(self.mesh, spec), specs, is_leaf=lambda x: isinstance(x, P))
 
     def step(self, phase: Phase) -> Any:
         """The jitted step; the cache is donated."""
         weights, cache, batch = self.shardings()
-        mapped = jax.vmap(
-            lambda weights, cache, batch: self._replica_step(weights, cache, batch, phase),
-            in_axes=(None, 0, 0),
-            spmd_axis_name=self.axis,
-        )
+        step = partial(self._replica_step, phase=phase)
+        mapped = jax.vmap(step, in_axes=(None, 0, 0), spmd_axis_name=self.axis)
+        if self.replicas == 1:
+            # Grouped products cannot be mapped over.
+            def mapped(weights: Weights, cache: Cache, batch: StepBatch) -> tuple[Cache, StepOutput]:
+                alone = jax.tree.map(lambda x: x[0], (cache, batch))
+                return jax.tree.map(lambda x: x[None], step(weights, *alone))
+
         return jax.jit(mapped, in_shardings=(weights, cache, batch), out_shardings=(cache, batch), donate_argnums=1)
 
     def _replica_step(self, weights: Weights, cache: Cache, batch: StepBatch, phase: Phase) -> tuple[Cache, StepOutput]:
