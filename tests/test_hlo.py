@@ -290,7 +290,7 @@ def test_collectives_over_one_rank_are_no_change() -> None:
 
 def row(calls: int, message: int, *, promoted: bool = False) -> HloCollective:
     groups = ((0, 1, 2, 3), (4, 5, 6, 7))
-    return HloCollective("all_reduce", ("tp",), groups, message, calls, "", "ffn", "psum", False, promoted)
+    return HloCollective("all_reduce", ("tp",), groups, message, calls, "", "ffn", "psum", promoted)
 
 
 @pytest.mark.parametrize(

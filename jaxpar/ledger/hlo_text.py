@@ -104,6 +104,12 @@ def array_bytes(shape: str) -> int:
     return total
 
 
+def array_shape(shape: str) -> list[int]:
+    """Sizes of an array's dimensions, or of the first array's of a tuple."""
+    found = _ARRAY.search(shape)
+    return [int(size.lstrip("<=")) for size in found[2].split(",") if size] if found else []
+
+
 def _computation(name: str, lines: Iterable[str]) -> Computation:
     instructions: dict[str, Instruction] = {}
     root = ""
