@@ -34,7 +34,7 @@ class Case:
     tokens: int
     keys: int
     first: int = 0
-    layers: int = 2
+    layers: int = 1
     sampled: bool = False
     fields: Mapping[str, Any] = field(default_factory=dict)
 
@@ -50,7 +50,8 @@ class Case:
     @property
     def name(self) -> str:
         """What tells it from all others."""
-        return f"{self.model} {self.mesh} {self.phase} {self.options}".strip()
+        sizes = f"{self.lanes} x {self.tokens} at {self.keys}, layers {self.first} to {self.first + self.layers - 1}"
+        return f"{self.model} {self.mesh} {self.phase} {self.options}: {sizes}".replace(" :", ":")
 
     @property
     def config(self) -> ModelConfig:
@@ -93,15 +94,20 @@ def prefill(model: str, mesh: str, tokens: int = 512, keys: int = 2048, lanes: i
     return Case(model, mesh, "prefill", lanes, tokens, keys, fields=fields)
 
 
+def _two(case: Case, first: int = 0) -> Case:
+    """The same with two layers; of DeepSeek-V3 from number 2 on, the one has a dense FFN and the other experts."""
+    return replace(case, layers=2, first=first)
+
+
 _SUMS = ("one_shot", "two_shot", "ring", "tree", "int8", "fp8", "fixed_order")
 _OVER_CP = {"tokens": 256, "keys": 1024}
 
 # Those that show every strategy come first.
 CASES: tuple[Case, ...] = (
-    decode(LLAMA, "tp=8", 64, 4096),
-    prefill(LLAMA, "tp=8"),
-    decode(LLAMA, "pp=2,tp=4"),
-    prefill(LLAMA, "pp=2,tp=4"),
+    _two(decode(LLAMA, "tp=8", 64, 4096)),
+    _two(prefill(LLAMA, "tp=8")),
+    _two(decode(LLAMA, "pp=2,tp=4")),
+    _two(prefill(LLAMA, "pp=2,tp=4")),
     *(
         prefill(LLAMA, "cp=2,tp=4", **_OVER_CP, prefill_attention=name)
         for name in ("ring", "ring_q", "all_gather", "ulysses")
@@ -119,7 +125,7 @@ CASES: tuple[Case, ...] = (
     decode(MOE, "ep=8", 8, moe_dispatch="standard"),
     prefill(MOE, "ep=8", 512, 1024, moe_dispatch="all_to_all"),
     prefill(MOE, "ep=8", 512, 1024, moe_dispatch="ragged"),
-    prefill(MOE, "ep=8", 512, 1024, moe_dispatch="two_level", devices_per_node=4),
+    prefill(MOE, "dp=2,ep=4", 512, 1024, moe_dispatch="two_level", experts_over=("dp", "ep"), devices_per_node=4),
     decode(MOE, "dp=2,tp=4"),
     replace(decode(LLAMA, "tp=8", 64, 4096), sampled=True),
     # The others show shapes of models and meshes.
@@ -133,9 +139,9 @@ CASES: tuple[Case, ...] = (
     decode(QWEN, "tp=8"),
     prefill(QWEN, "dp=2,tp=4"),
     prefill(WINDOW, "dp=2,tp=4"),
-    replace(decode(MLA, "tp=8"), first=2),
-    replace(decode(MLA, "ep=8", 8), first=2),
-    replace(prefill(MLA, "ep=4,tp=2", 512, 1024), first=2),
-    replace(decode(MLA, "cp=2,tp=4", keys=1024), first=2),
+    _two(decode(MLA, "tp=8"), first=2),
+    _two(decode(MLA, "ep=8", 8), first=2),
+    _two(prefill(MLA, "ep=4,tp=2", 512, 1024), first=2),
+    _two(decode(MLA, "cp=2,tp=4", keys=1024), first=2),
     prefill(MOE, "ep=2,tp=4", 512, 1024, experts_over=("ep", "tp"), sequence_parallel=True),
 )
