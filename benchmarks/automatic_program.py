@@ -17,9 +17,12 @@ of the cache on every rank, "axis" cuts tp into an axis of as many ranks as ther
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
+from types import SimpleNamespace
 from typing import Any, Literal
+from unittest.mock import patch
 
 import jax
 import jax.numpy as jnp
@@ -31,13 +34,15 @@ from jax.sharding import PartitionSpec as P
 
 from jaxpar.attention import local
 from jaxpar.attention.bind import bound
-from jaxpar.attention.cache import Cache, PagedStore, cache_shapes
+from jaxpar.attention.cache import Cache, Planes, cache_shapes
 from jaxpar.attention.planes import planes_of
+from jaxpar.attention.store import PagedStore
 from jaxpar.batch import StepBatch, StepOutput, batch_shapes
 from jaxpar.checkpoint.config import ModelConfig
 from jaxpar.checkpoint.load import load_weights
 from jaxpar.checkpoint.reader import TensorReader
 from jaxpar.heads import heads_of
+from jaxpar.kernels import backend
 from jaxpar.moe.bind import bound as dispatched
 from jaxpar.nn.context import StepContext
 from jaxpar.nn.decoder import Decoder
@@ -94,7 +99,10 @@ class RoundedOutput(OutputProjection):
 class HeadsApart(PagedStore):
     """Pages gathered and written under each head."""
 
-    def _write(self, plane: jax.Array, new: jax.Array) -> jax.Array:
+    def _write(self, planes: Planes, new: Planes) -> Planes:
+        return {name: self._written(plane, new[name]) for name, plane in planes.items()}
+
+    def _written(self, plane: jax.Array, new: jax.Array) -> jax.Array:
         picked = jnp.take_along_axis(new, self._token.reshape(new.shape[0], -1, 1, 1), axis=1).transpose(2, 0, 1, 3)
         picked = picked.reshape(plane.shape[0], *self._token.shape, plane.shape[-1])
 
@@ -125,6 +133,14 @@ def _over_copies(spec: P) -> P:
     """Split over tp -> over tp and copies."""
     axes = [(axis,) if isinstance(axis, str) else axis for axis in spec]
     return P(*(axis and (*axis, *(("copies",) if "tp" in axis else ())) for axis in axes))
+
+
+@contextmanager
+def no_kernels() -> Iterator[None]:
+    """Within it programs hold what every backend can run: XLA partitions no kernel that is written for one."""
+    default = SimpleNamespace(platform_dependent=lambda *operands, default, **_: default(*operands))
+    with patch.object(backend, "lax", default):
+        yield
 
 
 class Automatic:
@@ -240,7 +256,8 @@ class Automatic:
         reduction = strategies["all_reduce"].run(self.plan)
         context = StepContext(self.plan, phase, batch.positions, cos, sin, store, attention, (), dispatch, reduction)
         x = model.embedding_rows[batch.tokens.reshape(-1)]
-        (x,), planes, _ = model([x], cache.planes, [context])
+        with no_kernels():
+            (x,), planes, _ = model([x], cache.planes, [context])
         x = jnp.take_along_axis(model.normed(x).reshape(lanes, tokens, -1), batch.last[:, None, None], axis=1)[:, 0]
         scores = local_logits(x, model.head_rows, config.vocab_size, ())
         token, logprob = sample(scores, config.vocab_size, (), batch.options, sampled=False)

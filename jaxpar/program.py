@@ -26,8 +26,9 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxpar.attention.bind import bound
-from jaxpar.attention.cache import Cache, PagedStore, Plane, cache_shapes, cache_specs
+from jaxpar.attention.cache import Cache, Plane, cache_shapes, cache_specs
 from jaxpar.attention.planes import planes_of
+from jaxpar.attention.store import PagedStore
 from jaxpar.batch import StepBatch, StepOutput, batch_shapes
 from jaxpar.checkpoint.config import ModelConfig
 from jaxpar.collectives import rank_index

@@ -11,7 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from jax.sharding import PartitionSpec as P
 
-from jaxpar.attention.cache import PagedStore, Plane, cache_shapes, cache_specs
+from jaxpar.attention.cache import Plane, cache_shapes, cache_specs
+from jaxpar.attention.store import PagedStore
 from jaxpar.mesh import MeshSpec
 from jaxpar.plan import Plan
 

@@ -9,9 +9,10 @@ import jax.numpy as jnp
 
 from jaxpar.attention.latent import Bag, Latent, attend_absorbed, expand
 from jaxpar.attention.partial import Partial, Window, with_sinks
-from jaxpar.attention.tiles import attend
+from jaxpar.attention.store import Pages
 from jaxpar.collectives.move import Groups
 from jaxpar.fixed import by_row
+from jaxpar.kernels.attention import attend, attend_pages
 from jaxpar.plan import Phase
 
 
@@ -25,7 +26,8 @@ class Inputs(NamedTuple):
     the scores. `sinks` [K * group] are logits that take part in the softmax of their query head and have no value
     (gpt_oss), or None. Where heads are split inside, each size d is a rank's slice of it, and `groups` are the ranks of
     tp that have slices of the same heads. `fixed` is the phase where results must not depend on the number of lanes,
-    queries or keys.
+    queries or keys. `pages` are where the bag was gathered from, in decode of keys and values: what reads those
+    needs no bag.
     """
 
     q: jax.Array
@@ -39,6 +41,7 @@ class Inputs(NamedTuple):
     latent: Latent | None = None
     groups: Groups = None
     fixed: Phase | None = None
+    pages: Pages | None = None
 
     @property
     def kv_heads(self) -> int:
@@ -65,6 +68,9 @@ class Inputs(NamedTuple):
         if self.latent is not None and self.latent.absorbed:
             positions = self.q_positions, self.k_positions
             return attend_absorbed(self.latent, self.q, self.bag, *positions, self.scale, self.fixed)
+        if self.pages is not None and self.fixed is None:
+            positions = self.q_positions, self.k_positions
+            return attend_pages(self.grouped, self.bag, self.pages, *positions, self.window, self.scale)
         keys = self.expand(self.bag)
         return attend(
             self.grouped, *keys, self.q_positions, self.k_positions, self.window, self.scale, fixed=self.fixed

@@ -20,9 +20,10 @@ import jax
 import jax.numpy as jnp
 
 from jaxpar.attention.partial import Partial
-from jaxpar.attention.tiles import FIXED_KEYS, attend, attend_flops
+from jaxpar.attention.tiles import FIXED_KEYS, attend_flops
 from jaxpar.checkpoint.config import MLAConfig
 from jaxpar.fixed import in_tiles, whole_tiles
+from jaxpar.kernels.attention import attend
 from jaxpar.plan import Phase
 
 Bag = tuple[jax.Array, jax.Array]

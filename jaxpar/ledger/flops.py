@@ -75,6 +75,10 @@ def _flops(eqn: JaxprEqn) -> int:
             # Each output element sums over the kernel's positions and the input features of its group.
             kernel = array_type(eqn.invars[1]).shape
             return 2 * array_type(eqn.outvars[0]).size * _free(kernel, eqn.params["dimension_numbers"].rhs_spec[:1])
+        case "pallas_call":
+            # Only one that says its cost comes here; the walk goes into the others.
+            flops: int = eqn.params["cost_estimate"].flops
+            return flops
     return 0
 
 

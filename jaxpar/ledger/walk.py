@@ -43,7 +43,7 @@ def walk(
     weight: Callable[[list[T]], int],
     site: Site = Site(),
 ) -> list[T]:
-    """What `visit` gives for every equation that holds no jaxpr of its own, in program order.
+    """What `visit` gives for every equation that holds no jaxpr of its own, or says its cost, in program order.
 
     Of the branches of a `cond` only the one with the largest `weight` counts; of those for platforms the first that is
     not the CPU's. The condition of a `while` counts once per iteration; that it also runs after the last one is left
@@ -54,7 +54,7 @@ def walk(
         inside = replace(site, scopes=scopes_of(eqn, site.scopes), in_loop=scopes_of(eqn, site.in_loop))
         inner = list(inner_jaxprs(eqn))
         name = eqn.primitive.name
-        if not inner:
+        if not inner or says_its_cost(eqn):
             found += visit(eqn, inside)
         elif name == "cond":
             platforms = eqn.params.get("branches_platforms")
@@ -72,6 +72,11 @@ def walk(
             for body in inner:
                 found += walk(body, visit, weight, inside)
     return found
+
+
+def says_its_cost(eqn: JaxprEqn) -> bool:
+    """Whether it is a kernel that says what it costs: what its body costs depends on data, and no walk could tell."""
+    return eqn.primitive.name == "pallas_call" and eqn.params["cost_estimate"] is not None
 
 
 def _of_accelerators(platforms: Sequence[Sequence[str] | None]) -> int:

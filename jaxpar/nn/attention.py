@@ -77,6 +77,7 @@ class Attention(nnx.Module):
                 sinks=None if self.sinks is None else self.sinks[0].astype(jnp.float32),
                 groups=self.heads.groups,
                 fixed=step.phase if step.plan.fixed_order else None,
+                pages=step.store.pages(planes) if step.phase == "decode" else None,
             )
             return step.attention(inputs)
 

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import jax
 
-from jaxpar.attention.cache import KeyStore
 from jaxpar.attention.inputs import Inputs
+from jaxpar.attention.store import KeyStore
 from jaxpar.collectives.reduction import Reduction
 from jaxpar.moe.inputs import Dispatched
 from jaxpar.moe.inputs import Inputs as Routed

@@ -25,6 +25,9 @@ class ChunkOnly:
         """The bag is what is new."""
         return planes, lambda: {name: x.transpose(2, 0, 1, 3) for name, x in new.items()}
 
+    def pages(self, planes: Planes) -> None:
+        """There are none."""
+
 
 def attend_whole(x: Inputs) -> jax.Array:
     """Attention of every query over its sequence; each sees a key, itself at least -> [B, T, H, d] float32."""

@@ -33,6 +33,7 @@ def in_parts(run: Callable[[Inputs], jax.Array], x: Inputs, parts: int) -> jax.A
         lanes = slice(start, start + count)
         queries = x._replace(q=x.q[lanes], q_positions=x.q_positions[lanes])
         bag = x.bag[0][:, lanes], x.bag[1][:, lanes]
-        done.append(run(queries._replace(bag=bag, k_positions=x.k_positions[lanes])))
+        pages = x.pages and x.pages._replace(table=x.pages.table[lanes])
+        done.append(run(queries._replace(bag=bag, pages=pages, k_positions=x.k_positions[lanes])))
         start += count
     return jnp.concatenate(done)

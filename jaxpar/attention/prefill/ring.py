@@ -23,9 +23,9 @@ from jaxpar.attention.inputs import Inputs
 from jaxpar.attention.latent import Bag
 from jaxpar.attention.partial import Partial, no_keys
 from jaxpar.attention.prefill.positions import gather_traffic, of_every_rank, of_rank
-from jaxpar.attention.tiles import attend
 from jaxpar.collectives import rank_index, shift
 from jaxpar.collectives.move import Groups
+from jaxpar.kernels.attention import attend
 from jaxpar.ledger.traffic import Traffic
 from jaxpar.plan import Plan
 from jaxpar.strategies import Share, Step, Strategy, own_share

@@ -19,8 +19,8 @@ from jaxpar.attention.inputs import Inputs
 from jaxpar.attention.packed import pack, packed_bytes, unpack
 from jaxpar.attention.partial import merge_all
 from jaxpar.attention.prefill.positions import gather_traffic, of_every_rank, of_rank
-from jaxpar.attention.tiles import attend
 from jaxpar.collectives import all_to_all, rank_index, shift
+from jaxpar.kernels.attention import attend
 from jaxpar.ledger.traffic import Traffic
 from jaxpar.plan import Plan
 from jaxpar.strategies import Share, Step, Strategy, own_share

@@ -1,0 +1,1 @@
+"""What accelerators run in place of plain XLA code, and the one place that chooses by backend."""
