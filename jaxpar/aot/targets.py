@@ -105,7 +105,7 @@ class Target:
         Raises:
             MeshError: the compiler's package is not installed or not of JAX's version, or it has no such topology.
         """
-        _require_compiler(self.platform)
+        require_compiler(self)
         os.environ.update({name: value for name, value in _QUIET.items() if name not in os.environ})
         jax.config.update("jax_platforms", "cpu")
         options: Mapping[str, str] = {"topology_name": str(self)}
@@ -146,12 +146,8 @@ class Target:
 
 
 def require_compiler(target: Target) -> None:
-    """Raise MeshError if the target's compiler is not installed; nothing is loaded."""
-    _require_compiler(target.platform)
-
-
-def _require_compiler(platform: Platform) -> None:
-    if platform == "tpu":
+    """Raise MeshError if the target's compiler is not installed, or not of JAX's version; nothing is loaded."""
+    if target.platform == "tpu":
         _installed("libtpu", "tpu")
         return
     for package in ("jax-cuda13-pjrt", "jax-cuda13-plugin"):

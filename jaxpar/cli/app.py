@@ -17,7 +17,19 @@ from jaxpar.cli.output import ERR
 from jaxpar.errors import JaxparError
 
 # Commands live in modules of their name, imported here; none of them imports JAX before it runs.
-_COMMANDS = ("demo", "generate", "verify", "ledger", "mesh", "layout", "pipeline", "balance", "strategies", "train")
+_COMMANDS = (
+    "demo",
+    "generate",
+    "verify",
+    "ledger",
+    "compile",
+    "mesh",
+    "layout",
+    "pipeline",
+    "balance",
+    "strategies",
+    "train",
+)
 
 # Typer exports only the leaf of its usage errors, and newer versions no longer use click's.
 _USAGE_ERROR: type[Any] = typer.BadParameter.__mro__[1]
