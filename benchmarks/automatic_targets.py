@@ -15,9 +15,10 @@ from typing import Any
 from jax.sharding import Mesh
 
 from benchmarks.automatic_program import Automatic
-from benchmarks.common import Spread, draw_bars, show, write
+from benchmarks.common import RESULTS, Spread, draw_bars, show, write
 from benchmarks.compiled_cases import LLAMA, MOE, TARGETS, Case, decode, prefill
 from benchmarks.compiled_programs import Kept, Program
+from benchmarks.docs_table import DOCS, fill, markdown
 from benchmarks.target_layers import Jitted, decode_attention, experts, sampling
 from jaxpar.aot.sent import Sent, sent_by
 from jaxpar.aot.targets import Target
@@ -159,15 +160,15 @@ def measure(kept: Kept, target: Target) -> Iterator[dict[str, Any]]:
 
 
 def report(rows: list[dict[str, Any]], out: Path) -> None:
-    """Table, JSON and picture."""
+    """Tables, JSON and picture; the page in docs takes what goes to the usual folder."""
+    columns = ["work", "mesh", "program", "sent", "a layer", "calls", "exposed", "temporaries", "optimal"]
+    tables = []
     for target in dict.fromkeys(row["target"] for row in rows):
-        mine = [row for row in rows if row["target"] == target]
-        show(
-            f"Explicit against automatic, compiled for {target}; of one rank",
-            ["work", "mesh", "program", "sent", "a layer", "calls", "exposed", "temporaries", "optimal"],
-            [_row(row) for row in mine],
-            left=3,
-        )
+        cells = [_row(row) for row in rows if row["target"] == target]
+        show(f"Explicit against automatic, compiled for {target}; of one rank", columns, cells, left=3)
+        tables.append(f"{target}, of one rank:\n\n{markdown(columns, cells, left=3)}")
+    if out == RESULTS:
+        fill(DOCS / "accelerators.md", "automatic_targets", "\n\n".join(tables))
     write(out, "automatic_targets", {"rows": rows})
     _draw(rows, out / "automatic_targets.png")
 
@@ -207,7 +208,7 @@ def _draw(rows: list[dict[str, Any]], path: Path) -> None:
 def main() -> None:
     """Compile both ways for each target, report."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results", help="folder for the results")
+    parser.add_argument("--out", type=Path, default=RESULTS, help="folder for the results")
     parser.add_argument("--kept", type=Path, default=Path("out/compiled"), help="folder of what is compiled already")
     parser.add_argument("--targets", nargs="+", default=list(TARGETS), help="such as v5p:2x2x2 h200:1x1x8")
     options = parser.parse_args()

@@ -22,7 +22,8 @@ from jaxpar.tables import table
 Turn = Callable[[], float]
 """Does the work once and returns the seconds that it took."""
 
-_RESULTS = Path(__file__).parent / "results"
+RESULTS = Path(__file__).parent / "results"
+"""Where benchmarks write unless told otherwise."""
 _COLORS = ("#2c5f8a", "#d98c3f", "#7a9e4f", "#8c5a8c", "#999999")
 
 
@@ -127,7 +128,7 @@ def arguments(description: str, rounds: int) -> argparse.ArgumentParser:
     """A command line with what all benchmarks take."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     parser.add_argument("--rounds", type=int, default=rounds, help="turns that everyone takes")
-    parser.add_argument("--out", type=Path, default=_RESULTS, help="folder for the JSON and the picture")
+    parser.add_argument("--out", type=Path, default=RESULTS, help="folder for the JSON and the picture")
     return parser
 
 

@@ -13,10 +13,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common import show, write
+from benchmarks.common import RESULTS, show, write
 from benchmarks.compiled_cases import CASES, TARGETS, Case
 from benchmarks.compiled_passes import Bytes, explain
 from benchmarks.compiled_programs import Kept, Program
+from benchmarks.docs_table import DOCS, fill, markdown
 from jaxpar.aot.targets import Target
 from jaxpar.devices import abstract_mesh
 from jaxpar.ledger.compiled import compare_compiled
@@ -149,13 +150,24 @@ def compiled_bytes(module: Module) -> Held:
 
 
 def report(rows: list[Row], out: Path) -> None:
-    """Table and JSON."""
-    show(
-        "Predicted against compiled, of one rank",
-        ["model", "mesh", "step", "target", "sent", "compiled", "FLOPs", "weights, cache", "temporaries", "total"],
-        [_cells(row) for row in rows],
-        left=4,
-    )
+    """Table and JSON; the page in docs takes what goes to the usual folder."""
+    columns = [
+        "model (layers)",
+        "mesh",
+        "step",
+        "target",
+        "sent",
+        "compiled",
+        "why",
+        "FLOPs",
+        "weights, cache",
+        "temporaries",
+        "total",
+    ]
+    cells = [_cells(row) for row in rows]
+    show("Predicted against compiled, of one rank", columns, cells, left=4)
+    if out == RESULTS:
+        fill(DOCS / "accelerators.md", "predicted_compiled", markdown(columns, cells, left=4))
     write(out, "predicted_compiled", {"rows": [row.to_json() for row in rows]})
 
 
@@ -166,7 +178,8 @@ def _cells(row: Row) -> tuple[str, ...]:
         f"{row.case.phase} {row.case.options}".strip(),
         row.target,
         human_bytes(row.sent.predicted),
-        "equal" if row.sent.equal else human_bytes(row.sent.compiled) + ("" if not row.sent.unexplained else " ?"),
+        "equal" if row.sent.equal else human_bytes(row.sent.compiled),
+        "; ".join(name.split(":")[0] for name in (*row.sent.passes, *["?"] * len(row.sent.unexplained))),
         f"{100 * row.flops_off:+.2f} %",
         "exact" if row.exact else "DIFFER",
         human_bytes(row.program.temporaries),
@@ -192,7 +205,7 @@ def measure(kept: Kept, targets: Mapping[str, Target], only_kept: bool) -> list[
 def main() -> None:
     """Compile, compare, report."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results", help="folder for the results")
+    parser.add_argument("--out", type=Path, default=RESULTS, help="folder for the results")
     parser.add_argument("--kept", type=Path, default=Path("out/compiled"), help="folder of what is compiled already")
     parser.add_argument("--report", action="store_true", help="compile nothing")
     options = parser.parse_args()
