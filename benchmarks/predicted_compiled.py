@@ -25,6 +25,7 @@ from jaxpar.ledger.hlo import collectives_of
 from jaxpar.ledger.hlo_flops import compiled_flops
 from jaxpar.ledger.hlo_text import Module, array_bytes, parse_module
 from jaxpar.ledger.predict import local_bytes, predict_flops, predict_traffic
+from jaxpar.planner.buffers import activation_bytes, dispatch_bytes
 from jaxpar.program import Programs
 from jaxpar.registry import chosen
 from jaxpar.tables import human_bytes
@@ -52,6 +53,7 @@ class Row:
     compiled_flops: int
     predicted: Held
     compiled: Held
+    temporaries: int
     program: Program
     strategies: dict[str, str]
     took: float
@@ -60,6 +62,16 @@ class Row:
     def flops_off(self) -> float:
         """By what part compiled FLOPs differ."""
         return self.compiled_flops / self.predicted_flops - 1
+
+    @property
+    def predicted_total(self) -> int:
+        """Everything that a device holds, as predicted."""
+        return self.predicted.weights + self.predicted.cache + self.predicted.inputs + self.temporaries
+
+    @property
+    def total_off(self) -> float:
+        """By what part the compiled total differs."""
+        return self.program.total / self.predicted_total - 1
 
     @property
     def exact(self) -> bool:
@@ -75,6 +87,9 @@ class Row:
             found.append(f"FLOPs: {100 * self.flops_off:+.1f} %")
         if not self.exact:
             found.append(f"weights and cache: {self.predicted} against {self.compiled}")
+        if abs(self.total_off) > MEMORY_WITHIN:
+            mine, theirs = (f"{size / 2**20:.1f} MiB" for size in (self.temporaries, self.program.temporaries))
+            found.append(f"memory: {100 * self.total_off:+.1f} %, temporaries {theirs} and predicted {mine}")
         return found
 
     def to_json(self) -> dict[str, Any]:
@@ -94,6 +109,7 @@ class Row:
             "predicted_bytes": asdict(self.predicted),
             "compiled_bytes": asdict(self.compiled),
             "memory": program | {"total": self.program.total},
+            "predicted_memory": {"temporaries": self.temporaries, "total": self.predicted_total},
             "compile_seconds": self.took,
             "problems": self.problems,
         }
@@ -119,6 +135,7 @@ def compare(case: Case, target: str, program: Program, took: float) -> Row:
         sum(compiled_flops(module).values()),
         predicted_bytes(case),
         compiled_bytes(module),
+        max(activation_bytes(one) + dispatch_bytes(one) for one in step.batches),
         program,
         {sublayer: strategy.name for sublayer, strategy in chosen(step.batches[0]).items()},
         took,
@@ -162,7 +179,9 @@ def report(rows: list[Row], out: Path) -> None:
         "FLOPs",
         "weights, cache",
         "temporaries",
+        "compiled",
         "total",
+        "off",
     ]
     cells = [_cells(row) for row in rows]
     show("Predicted against compiled, of one rank", columns, cells, left=4)
@@ -182,8 +201,10 @@ def _cells(row: Row) -> tuple[str, ...]:
         "; ".join(name.split(":")[0] for name in (*row.sent.passes, *["?"] * len(row.sent.unexplained))),
         f"{100 * row.flops_off:+.2f} %",
         "exact" if row.exact else "DIFFER",
+        human_bytes(row.temporaries),
         human_bytes(row.program.temporaries),
         human_bytes(row.program.total),
+        f"{100 * row.total_off:+.1f} %",
     )
 
 

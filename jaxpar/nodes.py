@@ -9,9 +9,11 @@ A node is `Plan.devices_per_node` consecutive ranks of the mesh, innermost axes 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
+from itertools import product
 from typing import NamedTuple
 
-from jaxpar.mesh import AXES
+from jaxpar.mesh import AXES, MeshSpec
 from jaxpar.plan import Plan
 
 
@@ -36,3 +38,20 @@ def levels(plan: Plan, axes: Sequence[str]) -> Levels:
         if axis in axes:
             found[place].insert(0, axis)
     return Levels(*(tuple(axes) for axes in found.values()))
+
+
+@lru_cache(maxsize=4096)
+def members(mesh: MeshSpec, devices_per_node: int, axes: tuple[str, ...]) -> tuple[int, int]:
+    """Ranks of a group over `axes` that lie on one node, and nodes that the group has ranks on.
+
+    It is the group of rank 0; where nodes cut groups unevenly, others may lie on one node more.
+    """
+    ranks = mesh.extent(axes)
+    if not devices_per_node or mesh.size <= devices_per_node:
+        return ranks, 1
+    strides, span = {}, 1
+    for axis in reversed(AXES):
+        strides[axis], span = span, span * mesh.sizes[axis]
+    offsets = product(*(range(0, mesh.sizes[axis] * strides[axis], strides[axis]) for axis in axes))
+    inside = sum(sum(offset) < devices_per_node for offset in offsets)
+    return inside, -(-ranks // inside)

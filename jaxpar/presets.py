@@ -5,17 +5,24 @@ from __future__ import annotations
 import os
 import sys
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from collections.abc import Set as AbstractSet
-from dataclasses import MISSING, dataclass, fields
+from dataclasses import MISSING, dataclass, field, fields
+from functools import cached_property
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 from jaxpar.assets import mesh_dir
 from jaxpar.errors import MeshError, PlanError
-from jaxpar.links import TOPOLOGIES, Links, Topology
+from jaxpar.ledger.traffic import SENT_BYTES
+from jaxpar.links import LEVELS, TOPOLOGIES, Fit, Links, Topology
 from jaxpar.mesh import MeshSpec, parse_experts_over
 from jaxpar.values import shown
+
+PRODUCTS = ("bfloat16", "float32", "fp8")
+"""What the efficiency of matrix products is given for."""
+
+Name = TypeVar("Name", bound=str)
 
 
 @dataclass(frozen=True)
@@ -27,6 +34,11 @@ class DeviceKind:
     Latencies are seconds of one step of a collective, likewise; no maker gives them. The defaults are those of GPUs:
     a sum over 8 H200 takes 22.6 us for 256 KiB and 33 us for 512 KiB, of which bandwidth asks 1 and 2; as two steps
     that is 10 to 15 us each. `topology` is "switch" (any two devices are one step apart) or "torus".
+
+    The rest is what efficiency leaves of these figures; `jaxpar calibrate` measures it. `efficiency` is the part of the
+    peak that matrix products of a dtype reach (1 for those that are not named), `memory_efficiency` that of the
+    memory's bandwidth. `step_overhead` is what launching a step program takes, `kernel_overhead` what each kernel in it
+    takes besides its work, in seconds. `fits` are collectives as they were measured (`links.Fit`).
     """
 
     kind: str
@@ -39,12 +51,36 @@ class DeviceKind:
     link_latency: float = 10e-6
     internode_latency: float = 15e-6
     topology: Topology = "switch"
+    peak_fp8_flops: float = 0.0
+    efficiency: Mapping[str, float] = field(default_factory=dict, hash=False)
+    memory_efficiency: float = 1.0
+    step_overhead: float = 0.0
+    kernel_overhead: float = 0.0
+    fits: tuple[Fit, ...] = field(default=(), hash=False)
+
+    def flops(self, dtype: str) -> float:
+        """FLOP/s that matrix products of a dtype ("bfloat16", "float32", "fp8") reach.
+
+        8-bit floats have the peak of bfloat16 unless one of their own is given; every other dtype has that of bfloat16.
+        """
+        peak = self.peak_fp8_flops if dtype == "fp8" and self.peak_fp8_flops else self.peak_bf16_flops
+        return peak * self.efficiency.get(dtype, 1.0)
 
     @property
+    def memory_rate(self) -> float:
+        """Bytes per second that reading memory reaches."""
+        return self.memory_bandwidth * self.memory_efficiency
+
+    @cached_property
     def links(self) -> Links:
         """What a plan takes over."""
         return Links(
-            self.link_bandwidth, self.link_latency, self.internode_bandwidth, self.internode_latency, self.topology
+            self.link_bandwidth,
+            self.link_latency,
+            self.internode_bandwidth,
+            self.internode_latency,
+            self.topology,
+            self.fits,
         )
 
 
@@ -129,27 +165,33 @@ def resolve_mesh(
 def _preset(name: str, document: dict[str, Any]) -> Preset:
     _check_keys(document, "", required={"description", "mesh", "device"}, optional={"experts_over"})
     device = _table(document, "device")
-    optional = {field.name: field.default for field in fields(DeviceKind) if field.default is not MISSING}
-    _check_keys(device, "device.", {field.name for field in fields(DeviceKind)} - optional.keys(), optional.keys())
-    device = optional | device
+    known = {one.name for one in fields(DeviceKind)}
+    required = {one.name for one in fields(DeviceKind) if one.default is MISSING and one.default_factory is MISSING}
+    _check_keys(device, "device.", required, known - required)
     return Preset(
         name=name,
         description=_string(document, "description"),
         mesh=MeshSpec.from_sizes(_table(document, "mesh")),
         experts_over=parse_experts_over(_strings(document, "experts_over", default=["ep"])),
-        device=DeviceKind(
-            kind=_string(device, "kind"),
-            memory_bytes=_count(device, "memory_bytes"),
-            peak_bf16_flops=_positive(device, "peak_bf16_flops"),
-            memory_bandwidth=_positive(device, "memory_bandwidth"),
-            link_bandwidth=_positive(device, "link_bandwidth"),
-            internode_bandwidth=_positive(device, "internode_bandwidth"),
-            devices_per_node=_count(device, "devices_per_node"),
-            link_latency=_positive(device, "link_latency"),
-            internode_latency=_positive(device, "internode_latency"),
-            topology=_topology(device),
-        ),
+        device=_device(device),
     )
+
+
+def _device(device: dict[str, Any]) -> DeviceKind:
+    """The kind, checked; what is left out has the default of `DeviceKind`."""
+    read: dict[str, Callable[[dict[str, Any], str], Any]] = {
+        **{one.name: _positive for one in fields(DeviceKind)},
+        "kind": _string,
+        "memory_bytes": _count,
+        "devices_per_node": _count,
+        "topology": _topology,
+        "efficiency": _efficiency,
+        "memory_efficiency": _fraction,
+        "step_overhead": _not_negative,
+        "kernel_overhead": _not_negative,
+        "fits": _fits,
+    }
+    return DeviceKind(**{key: read[key](device, key) for key in device})
 
 
 def _check_keys(
@@ -184,14 +226,62 @@ def _positive(table: dict[str, Any], key: str) -> float:
     return float(value) if good else _refuse(key, value, "a number above 0, such as 450e9")
 
 
+def _not_negative(table: dict[str, Any], key: str) -> float:
+    return 0.0 if table[key] == 0 and not isinstance(table[key], bool) else _positive(table, key)
+
+
+def _fraction(table: dict[str, Any], key: str) -> float:
+    value = table[key]
+    good = isinstance(value, int | float) and not isinstance(value, bool) and 0 < value <= 1
+    return float(value) if good else _refuse(key, value, "a part of the peak, above 0 and at most 1")
+
+
+def _efficiency(table: dict[str, Any], key: str) -> dict[str, float]:
+    value = table[key]
+    good = isinstance(value, dict) and value.keys() <= set(PRODUCTS)
+    found = value if good else _refuse(key, value, f"a table of parts of the peak of {', '.join(PRODUCTS)}")
+    return {dtype: _fraction(found, dtype) for dtype in found}
+
+
+def _fits(table: dict[str, Any], key: str) -> tuple[Fit, ...]:
+    value = table[key]
+    good = isinstance(value, list) and all(isinstance(one, dict) for one in value)
+    return tuple(map(_fit, value if good else _refuse(key, value, "tables, [[device.fits]]")))
+
+
+def _fit(table: dict[str, Any]) -> Fit:
+    _check_keys(table, "device.fits.", {"collective", "ranks", "lines"}, {"level", "error"})
+    table = {"level": LEVELS[0], "error": 0} | table
+    if (ranks := _count(table, "ranks")) < 2:
+        _refuse("ranks", ranks, "a whole number from 2")
+    return Fit(
+        collective=_one_of(table, "collective", tuple(SENT_BYTES)),
+        ranks=ranks,
+        level=_one_of(table, "level", LEVELS),
+        lines=_lines(table, "lines"),
+        error=_not_negative(table, "error"),
+    )
+
+
+def _lines(table: dict[str, Any], key: str) -> tuple[tuple[float, float], ...]:
+    value = table[key]
+    good = isinstance(value, list) and value and all(isinstance(line, list) and len(line) == 2 for line in value)
+    lines = value if good else _refuse(key, value, "pairs of seconds and seconds a byte, such as [[1e-5, 2e-12]]")
+    return tuple((_not_negative({"alpha": a}, "alpha"), _not_negative({"beta": b}, "beta")) for a, b in lines)
+
+
 def _count(table: dict[str, Any], key: str) -> int:
     value = _positive(table, key)
     return int(value) if value == int(value) else _refuse(key, value, "a whole number from 1")
 
 
-def _topology(table: dict[str, Any]) -> Topology:
-    value = table["topology"]
-    return value if value in TOPOLOGIES else _refuse("topology", value, " or ".join(map(repr, TOPOLOGIES)))
+def _topology(table: dict[str, Any], key: str) -> Topology:
+    return _one_of(table, key, TOPOLOGIES)
+
+
+def _one_of(table: dict[str, Any], key: str, values: tuple[Name, ...]) -> Name:
+    value = table[key]
+    return value if value in values else _refuse(key, value, " or ".join(map(repr, values)))
 
 
 def _refuse(key: str, value: object, expected: str) -> NoReturn:

@@ -166,7 +166,7 @@ class Step:
         `ranks` is the size of its groups where they are equal parts of the axes.
         """
         sent = SENT_BYTES[collective](message_bytes, self.ranks(axes) if ranks is None else ranks)
-        return Traffic(*scope, collective, axes, calls, message_bytes, calls * sent)
+        return Traffic(*scope, collective, axes, calls, message_bytes, calls * sent, ranks=ranks or 0)
 
 
 class Share(NamedTuple):

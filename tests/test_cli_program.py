@@ -28,7 +28,19 @@ REPOSITORY = Path(__file__).parent.parent
 JAXPAR = (sys.executable, "-W", "error", "-m", "jaxpar")
 ENVIRONMENT = {name: value for name, value in os.environ.items() if not name.startswith(("JAX_", "XLA_"))}
 ENVIRONMENT |= {"PYTHONPATH": str(REPOSITORY), "TERM": "xterm", "COLUMNS": "200"}
-COMMANDS = ("demo", "generate", "verify", "ledger", "mesh", "layout", "pipeline", "balance", "strategies", "train")
+COMMANDS = (
+    "demo",
+    "generate",
+    "verify",
+    "ledger",
+    "mesh",
+    "layout",
+    "pipeline",
+    "balance",
+    "strategies",
+    "train",
+    "calibrate",
+)
 
 
 @pytest.fixture(scope="module")

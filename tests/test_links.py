@@ -14,7 +14,7 @@ from jaxpar.checkpoint.hf_config import read_config
 from jaxpar.errors import PlanError
 from jaxpar.ledger.render import render
 from jaxpar.ledger.report import make_ledger
-from jaxpar.links import Links
+from jaxpar.links import Fit, Links
 from jaxpar.mesh import MeshSpec
 from jaxpar.plan import Plan
 from jaxpar.presets import load_preset
@@ -38,20 +38,60 @@ def on_preset(name: str, mesh: str, **fields: object) -> Plan:
 
 def test_a_message_takes_its_steps_and_its_bytes() -> None:
     links = Links(1e9, 1e-6, 1e8, 1e-5)
-    assert links.seconds("all_gather", 1000, 5, across_nodes=False) == pytest.approx(1e-6 + 4e-6)
-    assert links.seconds("all_reduce", 1000, 4, across_nodes=True) == pytest.approx(2e-5 + 1500e-8)
+    assert links.seconds("all_gather", 1000, 5) == pytest.approx(1e-6 + 4e-6)
+    assert links.seconds("all_reduce", 1000, 1, across=4) == pytest.approx(2e-5 + 1500e-8)
     torus = Links(1e9, 1e-6, 1e8, 1e-5, "torus")
     # Half a round of eight for what goes to all, one hop to a neighbour.
-    assert torus.seconds("all_gather", 1000, 8, across_nodes=False) == pytest.approx(4e-6 + 7e-6)
-    assert torus.seconds("ppermute", 1000, 8, across_nodes=False) == pytest.approx(1e-6 + 1e-6)
-    assert torus.seconds("ppermute", 1000, 8, across_nodes=False, distance=6) == pytest.approx(2e-6 + 2e-6)
+    assert torus.seconds("all_gather", 1000, 8) == pytest.approx(4e-6 + 7e-6)
+    assert torus.seconds("ppermute", 1000, 8) == pytest.approx(1e-6 + 1e-6)
+    assert torus.seconds("ppermute", 1000, 8, distance=6) == pytest.approx(2e-6 + 2e-6)
+
+
+def test_a_group_with_several_ranks_on_several_nodes_goes_by_levels_where_that_is_faster() -> None:
+    links = Links(1e9, 1e-6, 1e8, 1e-5)
+    inside = {name: links.seconds(name, 4_000, 4) for name in ("reduce_scatter", "all_gather", "all_to_all")}
+    assert links.seconds("all_reduce", 16_000, 4, across=2) == pytest.approx(
+        links.seconds("reduce_scatter", 16_000, 4)
+        + links.seconds("all_reduce", 4_000, 1, across=2)
+        + inside["all_gather"]
+    )
+    assert links.seconds("reduce_scatter", 4_000, 4, across=2) == pytest.approx(
+        inside["reduce_scatter"] + links.seconds("reduce_scatter", 1_000, 1, across=2)
+    )
+    assert links.seconds("all_gather", 4_000, 4, across=2) == pytest.approx(
+        links.seconds("all_gather", 4_000, 1, across=2) + links.seconds("all_gather", 8_000, 4)
+    )
+    assert links.seconds("all_to_all", 8_000, 4, across=2) == pytest.approx(
+        links.seconds("all_to_all", 8_000, 1, across=2) + inside["all_to_all"]
+    )
+    # What a few bytes cost is latency: all at once by the slow links, in their two steps.
+    assert links.seconds("all_reduce", 8, 4, across=2) == pytest.approx(2e-5 + 14e-8)
+    # A ring has a hop between nodes, and all wait for it.
+    assert links.seconds("ppermute", 1_000, 4, across=2) == pytest.approx(1e-5 + 1e-5)
+
+
+def test_what_was_measured_counts_before_the_links() -> None:
+    lines = ((3e-6, 2e-9), (9e-6, 1e-9))
+    links = Links(1e9, 1e-6, 1e8, 1e-5, fits=(Fit("all_reduce", 4, "inside", lines),))
+    assert links.seconds("all_reduce", 1_000, 4) == pytest.approx(5e-6)
+    assert links.seconds("all_reduce", 10_000, 4) == pytest.approx(19e-6)
+    # Two ranks send two thirds of the bytes of four.
+    assert links.seconds("all_reduce", 15_000, 2) == pytest.approx(19e-6)
+    assert links.seconds("all_gather", 1_000, 4) == pytest.approx(1e-6 + 3e-6)
+    assert links.seconds("all_reduce", 1_000, 1, across=4) == pytest.approx(2e-5 + 1500e-8)
+
+
+def test_the_nearest_number_of_ranks_is_taken() -> None:
+    fits = tuple(Fit("all_to_all", ranks, "inside", ((ranks * 1e-6, 0.0),)) for ranks in (2, 8))
+    links = Links(1e9, 1e-6, 1e8, 1e-5, fits=fits)
+    assert [links.seconds("all_to_all", 64, ranks) for ranks in (2, 3, 6, 8, 64)] == [2e-6, 2e-6, 8e-6, 8e-6, 8e-6]
 
 
 def test_default_latencies_explain_what_a_sum_takes_on_8_h200() -> None:
     links = load_preset("h200-8").device.links
     # 22.6 us for 256 KiB and 33 us for 512 KiB.
-    assert 20e-6 < links.seconds("all_reduce", 256 * KIB, 8, across_nodes=False) < 23e-6
-    assert 20e-6 < links.seconds("all_reduce", 512 * KIB, 8, across_nodes=False) < 33e-6
+    assert 20e-6 < links.seconds("all_reduce", 256 * KIB, 8) < 23e-6
+    assert 20e-6 < links.seconds("all_reduce", 512 * KIB, 8) < 33e-6
 
 
 def test_small_messages_go_in_one_shot_and_large_ones_by_the_backends_sum() -> None:

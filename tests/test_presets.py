@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from jaxpar.errors import MeshError
-from jaxpar.links import Links
+from jaxpar.links import Fit, Links
 from jaxpar.mesh import MeshSpec, rank_table
 from jaxpar.presets import load_preset, preset_names, resolve_mesh
 
@@ -34,7 +34,7 @@ def write(folder: Path, text: str) -> Path:
 
 
 def test_the_bundled_presets_are_these():
-    assert preset_names() == ("h20-32", "h200-8", "laptop-8", "sglang-16", "v5p-64")
+    assert preset_names() == ("h20-32", "h200-8", "h200-calibrated-8", "laptop-8", "sglang-16", "v5p-64")
 
 
 @pytest.mark.parametrize(
@@ -42,6 +42,7 @@ def test_the_bundled_presets_are_these():
     [
         ("laptop-8", "dp=2,tp=4", ("ep",)),
         ("h200-8", "tp=8", ("tp",)),
+        ("h200-calibrated-8", "tp=8", ("tp",)),
         ("h20-32", "dp=4,tp=8", ("dp", "tp")),
         ("v5p-64", "dp=16,tp=4", ("dp", "tp")),
         ("sglang-16", "dp=2,cp=4,tp=2", ("dp", "cp", "tp")),
@@ -59,6 +60,7 @@ def test_a_bundled_preset_has_the_mesh_that_its_name_says(name: str, mesh: str, 
     ("name", "figures"),
     [
         ("h200-8", (989, 141, 4.8, 450, 50, 8)),
+        ("h200-calibrated-8", (989, 141, 4.8, 450, 50, 8)),
         ("h20-32", (148, 96, 4.0, 450, 50, 8)),
         ("v5p-64", (459, 95, 2.77, 600, 6.25, 64)),
         ("sglang-16", (989, 141, 4.8, 450, 50, 8)),
@@ -93,6 +95,67 @@ def test_latencies_and_the_topology_have_defaults_and_reach_the_plan_with_the_ba
     text = GOOD + 'link_latency = 1e-6\ninternode_latency = 1e-3\ntopology = "torus"\n'
     assert load_preset(write(tmp_path, text)).plan_fields["links"] == Links(1e10, 1e-6, 1e9, 1e-3, "torus")
     assert load_preset("v5p-64").device.topology == "torus"
+
+
+CALIBRATED = """
+peak_fp8_flops = 2e12
+efficiency = { bfloat16 = 0.8, fp8 = 0.5 }
+memory_efficiency = 0.75
+step_overhead = 1e-4
+kernel_overhead = 0
+[[device.fits]]
+collective = "all_reduce"
+ranks = 2
+lines = [[3e-6, 1e-9], [9e-6, 0]]
+error = 0.05
+[[device.fits]]
+collective = "all_to_all"
+ranks = 4
+level = "across"
+lines = [[0, 1e-9]]
+"""
+
+
+def test_a_calibrated_preset_has_rates_and_fits(tmp_path: Path):
+    device = load_preset(write(tmp_path, GOOD + CALIBRATED)).device
+    assert [device.flops(dtype) for dtype in ("bfloat16", "float32", "fp8")] == [0.8e12, 1e12, 1e12]
+    assert (device.memory_rate, device.step_overhead, device.kernel_overhead) == (0.75e11, 1e-4, 0)
+    assert device.links.fits == (
+        Fit("all_reduce", 2, "inside", ((3e-6, 1e-9), (9e-6, 0.0)), 0.05),
+        Fit("all_to_all", 4, "across", ((0.0, 1e-9),)),
+    )
+    assert hash(device) == hash(load_preset(write(tmp_path, GOOD + CALIBRATED)).device)
+
+
+def test_a_preset_that_says_nothing_of_efficiency_has_the_makers_figures(tmp_path: Path):
+    device = load_preset(write(tmp_path, GOOD)).device
+    assert (device.flops("bfloat16"), device.flops("fp8"), device.memory_rate) == (1e12, 1e12, 1e11)
+    assert (device.step_overhead, device.kernel_overhead, device.links.fits) == (0, 0, ())
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "said"),
+    [
+        ("bfloat16 = 0.8", "bfloat16 = 1.2", "bfloat16 is 1.2: expected a part of the peak, above 0 and at most 1"),
+        ("bfloat16 = 0.8", "int4 = 0.8", "expected a table of parts of the peak of bfloat16, float32, fp8"),
+        ("0.75", "-0.75", "memory_efficiency is -0.75: expected a part of the peak"),
+        ("1e-4", "-1e-4", "step_overhead is -0.0001: expected a number above 0"),
+        ('"all_to_all"', '"all_for_one"', "collective is 'all_for_one': expected 'all_reduce' or 'reduce_scatter' or"),
+        ("ranks = 4", "ranks = 1", "ranks is 1: expected a whole number from 2"),
+        ("ranks = 4", "", "device.fits.ranks is missing; give collective, lines, ranks"),
+        ("ranks = 4", "ranks = 4\nmesh = 4", "unknown key 'device.fits.mesh'"),
+        ('"across"', '"between"', "level is 'between': expected 'inside' or 'across'"),
+        ("[[0, 1e-9]]", "[0, 1e-9]", "lines is [0, 1e-09]: expected pairs of seconds and seconds a byte"),
+        ("[[0, 1e-9]]", "[]", "lines is []: expected pairs"),
+        ("[[0, 1e-9]]", "[[0, -1e-9]]", "beta is -1e-09: expected a number above 0"),
+        ("error = 0.05", "error = true", "error is True: expected a number"),
+    ],
+)
+def test_bad_figures_of_a_calibration_are_refused(tmp_path: Path, old: str, new: str, said: str):
+    assert CALIBRATED.count(old) == 1
+    with pytest.raises(MeshError) as refused:
+        load_preset(write(tmp_path, GOOD + CALIBRATED.replace(old, new)))
+    assert said in str(refused.value)
 
 
 def test_experts_are_over_ep_unless_a_preset_says_otherwise(tmp_path: Path):
@@ -154,7 +217,7 @@ def test_a_file_that_is_not_text_or_not_there_is_refused(tmp_path: Path):
 
 @pytest.mark.parametrize("name", ["h100-8", "", "../meshes/h20-32", "H20-32"])
 def test_a_preset_that_is_not_there_lists_those_that_are(name: str):
-    with pytest.raises(MeshError, match="use one of h20-32, h200-8, laptop-8, sglang-16, v5p-64"):
+    with pytest.raises(MeshError, match="use one of h20-32, h200-8, h200-calibrated-8, laptop-8, sglang-16, v5p-64"):
         load_preset(name)
 
 

@@ -29,6 +29,7 @@ _COMMANDS = (
     "balance",
     "strategies",
     "train",
+    "calibrate",
 )
 
 # Typer exports only the leaf of its usage errors, and newer versions no longer use click's.

@@ -61,15 +61,11 @@ def predict_steps(steps: Iterable[Step], loads: np.ndarray | None) -> tuple[list
 
 def _flops(step: Step) -> dict[str, int]:
     """Those of one batch."""
-    config, heads, hidden, plan = step.config, step.heads, step.config.hidden_size, step.plan
+    config, hidden, plan = step.config, step.config.hidden_size, step.plan
     attention = chosen(step)[f"{step.phase}_attention"]
-    # In decode ranks of cp share the output projection, and the query projection where the strategy gathers queries.
-    queries = step.heads_over_cp if plan.active(attention.query_axes) else heads.q_local
-    outputs = step.heads_over_cp if step.phase == "decode" else heads.q_local
     attends, feeds = (plan.sublayer(name, step.phase) for name in (step.attention, "ffn"))
-    projections = 2 * _multiplied(step, attends.ring_in) * _projected(config, queries, heads)
-    made = hidden * heads.slice_of(config.v_head_dim) * outputs
-    projections += 2 * _multiplied(step, attends.ring_out) * made
+    before, after = projections_of(step)
+    projections = 2 * _multiplied(step, attends.ring_in) * before + 2 * _multiplied(step, attends.ring_out) * after
     tokens = product_rows(step.rows if step.logits else step.lanes, step.itemsize, plan.fixed_order)
     # Its products go around the same ring.
     rows = _multiplied(step, feeds.ring_in)
@@ -81,6 +77,17 @@ def _flops(step: Step) -> dict[str, int]:
         **(_moe(step, config.moe) if config.moe is not None else {}),
         "head": 2 * tokens * hidden * -(-config.vocab_size // plan.mesh.tp),
     }
+
+
+def projections_of(step: Step) -> tuple[int, int]:
+    """Weights of a layer's projections before attention and after it that a token passes on a rank."""
+    config, heads, plan = step.config, step.heads, step.plan
+    attention = chosen(step)[f"{step.phase}_attention"]
+    # In decode ranks of cp share the output projection, and the query projection where the strategy gathers queries.
+    queries = step.heads_over_cp if plan.active(attention.query_axes) else heads.q_local
+    outputs = step.heads_over_cp if step.phase == "decode" else heads.q_local
+    made = config.hidden_size * heads.slice_of(config.v_head_dim) * outputs
+    return _projected(config, queries, heads), made
 
 
 def _multiplied(step: Step, ring: tuple[str, ...]) -> int:

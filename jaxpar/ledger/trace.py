@@ -90,5 +90,6 @@ def _rows(eqn: JaxprEqn, site: Site, sizes: Mapping[str, int]) -> list[Traffic]:
     rows = []
     for message in messages:
         sent = site.times * SENT_BYTES[collective](message, ranks)
-        rows.append(Traffic(sublayer, strategy, collective, axes, site.times, message, sent, site.per))
+        of_groups = ranks if groups else 0
+        rows.append(Traffic(sublayer, strategy, collective, axes, site.times, message, sent, site.per, of_groups))
     return rows

@@ -30,7 +30,7 @@ class Traffic:
     `axes` are mesh axes in the mesh's order, each of size over 1; `message_bytes` the size of a rank's local operand in
     one call; `sent_bytes` what a rank sends over all `calls`. Both counts are of one step where `per` is empty, and of
     one iteration of the loop that `per` names where the trip count is known only when it runs ("rounds"; loops in loops
-    are joined by "*").
+    are joined by "*"). `ranks` is the size of the groups where they are equal parts of the axes; 0: all their ranks.
     """
 
     sublayer: str
@@ -41,6 +41,7 @@ class Traffic:
     message_bytes: int
     sent_bytes: int
     per: str = ""
+    ranks: int = 0
 
     @property
     def steps(self) -> int:

@@ -12,18 +12,18 @@ from __future__ import annotations
 from jaxpar.collectives.reduction import Call, Reduction, sublayers_calls
 from jaxpar.collectives.reductions import one_shot, psum, ring, tree, two_level, two_shot
 from jaxpar.links import Links
-from jaxpar.nodes import levels
+from jaxpar.nodes import members
 from jaxpar.strategies import Choice, Step, Strategy
 
 CANDIDATES: tuple[Strategy, ...] = (
+    two_level.STRATEGY,
     psum.STRATEGY,
     one_shot.STRATEGY,
     two_shot.STRATEGY,
     ring.STRATEGY,
     tree.STRATEGY,
-    two_level.STRATEGY,
 )
-"""The first of equals is chosen."""
+"""The first of equals is chosen: `two_level` is sure to go by levels, `psum` may."""
 
 
 def resolve(step: Step) -> Choice:
@@ -38,7 +38,7 @@ def resolve(step: Step) -> Choice:
         for strategy in CANDIDATES
         if strategy.check(step) is None
     }
-    best = min(times, key=lambda name: times[name])
+    best = min(times, key=lambda name: float(f"{times[name]:.6g}"))  # sums in another order are equals
     others = "".join(f", {name} {1e6 * time:.4g}" for name, time in times.items() if name != best)
     return Choice(best, f"takes {1e6 * times[best]:.4g} us a step by its links{others}")
 
@@ -47,10 +47,9 @@ def seconds(step: Step, links: Links, reduction: Reduction, call: Call) -> float
     """What all calls of one operation take, one after the other."""
     total = 0.0
     for message in reduction.sends(step, call):
-        axes = message.axes or call.axes
-        where = levels(step.plan, axes)
-        across = bool(where.across or where.both) and not message.inside
-        ranks = message.ranks or step.ranks(axes)
-        one = links.seconds(message.collective, message.size, ranks, across, message.distance)
+        inside, across = members(step.plan.mesh, step.plan.devices_per_node, message.axes or call.axes)
+        if message.ranks and message.ranks < inside * across:  # groups of one node, or of one rank of each
+            inside, across = (message.ranks, 1) if message.inside else (1, message.ranks)
+        one = links.seconds(message.collective, message.size, inside, across, message.distance)
         total += message.calls * one
     return total

@@ -1,0 +1,1 @@
+"""What the machine at hand really does: rates of products and memory, latencies and bandwidths of collectives."""

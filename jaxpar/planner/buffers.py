@@ -1,0 +1,54 @@
+"""What a step holds besides weights and cache, in closed form: activations of a layer, and buffers of a dispatch.
+
+An estimate, near what compilers report: of the sublayers only the one that holds most counts, as each frees its memory
+for the next. Products come out in float32 before they are rounded.
+"""
+
+from __future__ import annotations
+
+from jaxpar.registry import chosen
+from jaxpar.strategies import Step
+
+_WIDE = 4
+
+
+def activation_bytes(step: Step) -> int:
+    """Bytes of a rank: the residual rows twice, the sublayer that holds most, and the logits."""
+    config, item, rows = step.config, step.itemsize, step.rows
+    residual = 3 * step.passed_rows * step.row_bytes
+    sizes = [_attention(step)]
+    if step.dense_layers:
+        sizes.append(rows * step.width_share("ffn", config.intermediate_size) * (2 * _WIDE + item))
+    if config.moe is not None:
+        shared = step.width_share("moe", config.moe.shared_intermediate_size)
+        sizes.append(step.moe_rows * shared * (2 * _WIDE + item))
+    tokens = rows if step.logits else step.lanes
+    logits = 2 * tokens * _WIDE * -(-config.vocab_size // step.plan.mesh.tp)
+    return residual + max(*sizes, logits)
+
+
+def dispatch_bytes(step: Step) -> int:
+    """Bytes of the rows that a rank's experts get and give in one round, with what they make between."""
+    moe = step.config.moe
+    if moe is None or not step.moe_layers:
+        return 0
+    dispatch = chosen(step)["moe_dispatch"]
+    assert dispatch.expert_rows is not None
+    rows = dispatch.expert_rows(step).rows
+    width = step.width_share("moe", moe.intermediate_size)
+    kept = rows * (step.config.hidden_size * (step.itemsize + _WIDE) + width * (2 * _WIDE + step.itemsize))
+    sent = sum(row.message_bytes for row in dispatch.traffic(step))
+    return int(kept + sent)
+
+
+def _attention(step: Step) -> int:
+    """Queries, keys and values in float32 and rounded, the pages of all lanes side by side, and the output."""
+    config, heads, item = step.config, step.heads, step.itemsize
+    columns = heads.slice_of(config.head_dim) * (heads.q_local + 2 * heads.kv_local)
+    share = chosen(step)[f"{step.phase}_attention"].share(step, 0)
+    bags = sum(step.bag_bytes) * max(1, len({tuple(keys) for _, keys in share.blocks if len(keys) > 1}))
+    bags *= 2 if len(share.blocks) > 1 else 1
+    if config.mla is not None and step.phase == "prefill":
+        bags += step.lanes * step.keys * share.heads * (config.head_dim + config.v_head_dim) * item
+    out = step.rows * heads.q_local * heads.slice_of(config.v_head_dim) * _WIDE
+    return step.rows * columns * (_WIDE + item) + bags + out

@@ -1,0 +1,150 @@
+"""The bytes that a rank needs for a plan, by item, in closed form: nothing is built, so that thousands are counted."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+from jaxpar.attention.planes import planes_of
+from jaxpar.checkpoint.config import ModelConfig
+from jaxpar.engine.prefill import prefill_steps
+from jaxpar.engine.sizes import eighths, lanes_of, pages_of
+from jaxpar.ledger.held import Held
+from jaxpar.pipeline.stages import slots_of
+from jaxpar.plan import Plan
+from jaxpar.plan_checks import DTYPES
+from jaxpar.planner.assumptions import NUMBER_BYTES, Assumptions
+from jaxpar.planner.buffers import activation_bytes, dispatch_bytes
+from jaxpar.planner.weights import Weights, weights_of
+from jaxpar.planner.workload import Workload
+from jaxpar.presets import DeviceKind
+from jaxpar.strategies import Step
+
+WEIGHT_ITEMS = ("attention weights", "FFN weights", "expert weights", "routers", "vocabulary", "norms")
+
+
+@dataclass(frozen=True)
+class DeviceMemory:
+    """Bytes of the fullest rank, each item by name, and what the device has.
+
+    Items: those of `WEIGHT_ITEMS` that the model has ("norms" with biases), "KV cache", "activations",
+    "dispatch buffers" of experts, "framework" and "reserve".
+    """
+
+    items: dict[str, int]
+    device_bytes: int
+
+    @property
+    def weight_bytes(self) -> int:
+        """All weights, as they are sharded."""
+        return sum(size for name, size in self.items.items() if name in WEIGHT_ITEMS)
+
+    @property
+    def cache_bytes(self) -> int:
+        """The KV cache of all requests."""
+        return self.items["KV cache"]
+
+    @property
+    def total(self) -> int:
+        """Everything together, the reserve among it."""
+        return sum(self.items.values())
+
+    @property
+    def fits(self) -> bool:
+        """Whether the device has it."""
+        return self.total <= self.device_bytes
+
+    @property
+    def over(self) -> int:
+        """Bytes that are too many; below 0: that are left."""
+        return self.total - self.device_bytes
+
+    @property
+    def largest(self) -> str:
+        """The name of the largest item besides the reserve."""
+        return max((name for name in self.items if name != "reserve"), key=lambda name: self.items[name])
+
+
+def memory_of(
+    config: ModelConfig, plan: Plan, device: DeviceKind, workload: Workload, assumed: Assumptions, batch: int
+) -> DeviceMemory:
+    """What `batch` requests of a workload in all take, each grown to its full length.
+
+    Raises:
+        PlanError: a plan that the model cannot have.
+    """
+    weights = _weights(config, plan)
+    wide = DTYPES[plan.dtype]
+    matrix = NUMBER_BYTES[assumed.weight_dtype or plan.dtype]
+    of_prefill, of_decode = (
+        _prefill_buffers(config, plan, workload),
+        _buffers(_decode_step(config, plan, workload, batch)),
+    )
+    return DeviceMemory(
+        {
+            **weights.bytes(matrix, wide),
+            "KV cache": cache_of(config, plan, workload.longest, assumed, batch),
+            "activations": max(of_prefill[0], of_decode[0]),
+            **({"dispatch buffers": max(of_prefill[1], of_decode[1])} if config.has_experts else {}),
+            "framework": round(assumed.framework_bytes),
+            "reserve": round(assumed.reserve * device.memory_bytes),
+        },
+        device.memory_bytes,
+    )
+
+
+def cache_of(config: ModelConfig, plan: Plan, tokens: int, assumed: Assumptions, batch: int) -> int:
+    """Bytes of a rank's pool of pages for `batch` requests in all of `tokens` each, rounded as the engine has it."""
+    requests = -(-batch // (plan.mesh.dp * plan.mesh.ep))
+    pages = eighths(requests * _pages(plan, tokens))
+    planes = planes_of(config, plan)
+    values = sum(plane.size * (plane.heads // plan.mesh.extent(plane.split)) for plane in planes)
+    slots = len(slots_of(config, plan))
+    return round(pages * plan.page_size * values * slots * NUMBER_BYTES[assumed.kv_dtype or plan.dtype])
+
+
+def most_requests(config: ModelConfig, plan: Plan, device: DeviceKind, workload: Workload, assumed: Assumptions) -> int:
+    """The most requests in all whose cache fits besides everything else; 0 where the weights alone do not fit."""
+    replicas = plan.mesh.dp * plan.mesh.ep
+
+    def fits(lanes: int) -> bool:
+        return memory_of(config, plan, device, workload, assumed, lanes * replicas).fits
+
+    if not fits(1):
+        return 0
+    one = cache_of(config, plan, workload.longest, assumed, replicas)
+    least, most = 1, max(2, device.memory_bytes // max(one, 1) + 1)
+    while most - least > 1:
+        middle = (least + most) // 2
+        least, most = (middle, most) if fits(middle) else (least, middle)
+    return least * replicas
+
+
+@lru_cache(maxsize=4096)
+def _weights(config: ModelConfig, plan: Plan) -> Weights:
+    return weights_of(config, plan)
+
+
+@lru_cache(maxsize=4096)
+def _pages(plan: Plan, tokens: int) -> int:
+    """Pages of one request on the rank of cp that has most of it."""
+    return pages_of(Held("prefill", 1, tokens, plan).each(tokens)[0], plan)
+
+
+def _decode_step(config: ModelConfig, plan: Plan, workload: Workload, batch: int) -> Step:
+    """Of the longest context; its page tables are as wide as the longest request needs."""
+    keys = Held("prefill", 1, workload.longest, plan).keys(workload.longest)
+    return Step(config, plan, "decode", lanes_of(batch, plan), 1, keys).batches[0]
+
+
+@lru_cache(maxsize=4096)
+def _prefill_buffers(config: ModelConfig, plan: Plan, workload: Workload) -> tuple[int, int]:
+    """Of the last chunk of a prompt, one on each replica."""
+    taken = max(prefill_steps([workload.fresh], plan), key=lambda step: step.tokens)
+    keys = Held("prefill", 1, workload.input, plan).keys(workload.input)
+    return _buffers(Step(config, plan, "prefill", taken.lanes, taken.tokens, keys).batches[0])
+
+
+@lru_cache(maxsize=65536)
+def _buffers(step: Step) -> tuple[int, int]:
+    return activation_bytes(step), dispatch_bytes(step)
