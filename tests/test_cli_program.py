@@ -40,6 +40,7 @@ COMMANDS = (
     "strategies",
     "train",
     "calibrate",
+    "doctor",
 )
 
 

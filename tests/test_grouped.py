@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
+from jaxpar.kernels import grouped as kernels
 from jaxpar.ledger.flops import trace_flops
 from jaxpar.moe import grouped
 from jaxpar.moe.grouped import expert_ffn, grouped_flops, grouped_matmul, sort_by_expert
@@ -33,7 +34,7 @@ def clamped_swiglu(gate: jax.Array, up: jax.Array) -> jax.Array:
     return (up + 1) * gate * jax.nn.sigmoid(1.702 * gate)
 
 
-ragged = grouped._ragged
+ragged = kernels._ragged_dot
 
 
 def careless(rows: jax.Array, other: jax.Array, counts: jax.Array, dims: Any, group: list[int]) -> jax.Array:
@@ -47,13 +48,14 @@ def careless(rows: jax.Array, other: jax.Array, counts: jax.Array, dims: Any, gr
 def on(platform: str, function: Callable[..., Any]) -> Callable[..., Any]:
     """Compiled with the code of a platform; an accelerator's runs on a CPU too, only slowly."""
 
-    def choose(accelerator: Callable[..., Any], core: Callable[..., Any], *arrays: Any) -> Any:
-        return {"core": core, "accelerator": accelerator}[platform](*jax.tree.map(jnp.asarray, arrays))
+    def choose(*arrays: Any, default: Callable[..., Any], tpu: Callable[..., Any], gpu: Callable[..., Any]) -> Any:
+        return {"core": default, "accelerator": tpu}[platform](*jax.tree.map(jnp.asarray, arrays))
 
     def run(*arrays: Any) -> Any:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(grouped, "_on_platform", choose)
-            patch.setattr(grouped, "_ragged", careless)
+            patch.setattr(grouped, "by_backend", choose)
+            patch.setattr(kernels, "by_backend", choose)
+            patch.setattr(kernels, "_ragged_dot", careless)
             return function(*arrays)
 
     return jax.jit(run)

@@ -30,6 +30,7 @@ _COMMANDS = (
     "strategies",
     "train",
     "calibrate",
+    "doctor",
 )
 
 # Typer exports only the leaf of its usage errors, and newer versions no longer use click's.

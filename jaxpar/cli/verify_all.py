@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 _COLUMNS = ("sublayer", "strategy", "mesh", "result", "max |difference|", "wrong tokens", "ties",
             "sent in prefill", "sent in a decode step", "calls", "prefill s", "decode step ms")  # fmt: skip
+_NOTHING = "NOTHING RAN, so nothing is proved"
 
 
 def verify_all(
@@ -71,31 +72,44 @@ def verify_all(
         until = math.inf if budget is None else begin + budget
         outcomes = [*prove(checkpoint, single, ways, prompts, new_tokens, platform, tolerance, until, status.say)]
     seconds = time.monotonic() - begin
-    counts = Counter(outcome.result for outcome in outcomes)
-    passed = counts["passed"] > 0 and not counts["failed"]
     if json:
-        print_json(
-            {
-                "model": model,
-                "devices": devices,
-                "dtype": single.plan.dtype,
-                "prompts": prompts,
-                "counts": {result: counts[result] for result in ("passed", "failed", "not applicable", "not run")},
-                "passed": passed,
-                "seconds": seconds,
-                "rows": [_row_json(outcome) for outcome in outcomes],
-            }
-        )
+        document = {"model": model, "devices": devices, "dtype": single.plan.dtype, "prompts": prompts}
+        print_json(document | outcomes_json(outcomes) | {"seconds": seconds})
     else:
-        notes = [f"{one.way.name}: {note}" for one in outcomes if (note := _note(one))]
-        last = (
-            f"{'PASSED' if passed else 'FAILED' if counts['failed'] else 'NOTHING RAN, so nothing is proved'}: on "
-            f"{counted(devices, 'device')} against one in {single.plan.dtype}, {counted(len(prompts), 'prompt')}, "
-            f"{counted(new_tokens, 'token')} after each: {counts['passed']} passed, {counts['failed']} failed, "
-            f"{counts['not applicable']} not applicable, {counts['not run']} not run, in {seconds:.0f} s"
+        what = (
+            f"on {counted(devices, 'device')} against one in {single.plan.dtype}, {counted(len(prompts), 'prompt')}, "
+            f"{counted(new_tokens, 'token')} after each"
         )
-        OUT.print(Group(_table(outcomes), "", *notes, *[""] * bool(notes), last), markup=False)
-    return 0 if passed else 1
+        OUT.print(render_outcomes(outcomes, what, seconds), markup=False)
+    return 0 if all_passed(outcomes) else 1
+
+
+def all_passed(outcomes: Sequence[Outcome]) -> bool:
+    """Something ran, and nothing failed."""
+    results = {outcome.result for outcome in outcomes}
+    return "passed" in results and "failed" not in results
+
+
+def render_outcomes(outcomes: Sequence[Outcome], what: str, seconds: float) -> Group:
+    """A row for every way, what the rows leave open, and the verdict on `what` was done in so many seconds."""
+    counts = Counter(outcome.result for outcome in outcomes)
+    notes = [f"{one.way.name}: {note}" for one in outcomes if (note := _note(one))]
+    verdict = "PASSED" if all_passed(outcomes) else "FAILED" if counts["failed"] else _NOTHING
+    last = (
+        f"{verdict}: {what}: {counts['passed']} passed, {counts['failed']} failed, "
+        f"{counts['not applicable']} not applicable, {counts['not run']} not run, in {seconds:.0f} s"
+    )
+    return Group(_table(outcomes), "", *notes, *[""] * bool(notes), last)
+
+
+def outcomes_json(outcomes: Sequence[Outcome]) -> dict[str, Any]:
+    """Every outcome, how many there are of each kind, and the verdict, as JSON types."""
+    counts = Counter(outcome.result for outcome in outcomes)
+    return {
+        "counts": {result: counts[result] for result in ("passed", "failed", "not applicable", "not run")},
+        "passed": all_passed(outcomes),
+        "rows": [_row_json(outcome) for outcome in outcomes],
+    }
 
 
 def lossy(verification: Verification) -> str:

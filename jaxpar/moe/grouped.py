@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from jaxpar.collectives.types import match_varying
-from jaxpar.moe.tiles import outer_in_tiles, rows_in_tiles
+from jaxpar.kernels.backend import by_backend
+from jaxpar.kernels.grouped import outer, product
+from jaxpar.moe.tiles import rows_in_tiles
 
 T = TypeVar("T")
 
@@ -57,8 +59,7 @@ def grouped_matmul(rows: jax.Array, weights: jax.Array, counts: jax.Array) -> ja
         | - |  =   0
 
     It costs the products of rows that have an expert, and reads the weights of experts that have a row. It can be
-    differentiated, in reverse and once. A TPU's kernel takes weights as [E, I, O]: unless they lie so on the device
-    (`jax.experimental.layout.Layout((0, 2, 1))`), those of all experts are copied in every call.
+    differentiated, in reverse and once.
 
     Args:
         rows: [N, I], sorted by expert. From sum(counts) on they may hold anything, NaN too.
@@ -110,50 +111,14 @@ def _alike(arrays: T) -> T:
     return matched
 
 
-def _on_platform(accelerator: Callable[..., jax.Array], core: Callable[..., jax.Array], *arrays: Any) -> jax.Array:
-    return lax.platform_dependent(*arrays, tpu=accelerator, cuda=accelerator, rocm=accelerator, default=core)
-
-
-def _times(rows: jax.Array, weights: jax.Array, contracted: int = 1) -> jax.Array:
-    """[n, I] times [O, I], or [I, O] if dimension 0 is contracted."""
-    return lax.dot_general(rows, weights, (((1,), (contracted,)), ((), ())), preferred_element_type=jnp.float32)
-
-
-def _ragged(rows: jax.Array, other: jax.Array, counts: jax.Array, dims: tuple[int, int], group: list[int]) -> jax.Array:
-    numbers = lax.RaggedDotDimensionNumbers((((dims[0],), (dims[1],)), ((), ())), [0], group)
-    return lax.ragged_dot_general(rows, other, counts, numbers, preferred_element_type=jnp.float32)
-
-
-def _routed(x: jax.Array, counts: jax.Array) -> jax.Array:
-    """[N, W] with 0 in rows that have no expert."""
-    return jnp.where((jnp.arange(len(x)) < jnp.sum(counts))[:, None], x, jnp.zeros((), x.dtype))
-
-
-def _product(rows: jax.Array, weights: jax.Array, counts: jax.Array, contracted: int) -> jax.Array:
-    """Rows times [E, O, I], of which dimension `contracted` is summed over."""
-
-    def ragged(rows: jax.Array, weights: jax.Array, counts: jax.Array) -> jax.Array:
-        return _routed(_ragged(rows, weights, counts, (1, contracted), [0]), counts)
-
-    def tiled(rows: jax.Array, weights: jax.Array, counts: jax.Array) -> jax.Array:
-        of_tile = partial(_times, contracted=contracted - 1)
-        return rows_in_tiles(of_tile, rows, weights, counts, weights.shape[3 - contracted])
-
-    return _on_platform(ragged, tiled, rows, weights, counts)
-
-
-def _outer(left: jax.Array, right: jax.Array, counts: jax.Array) -> jax.Array:
-    """left^T right over the rows of each expert -> [E, O, I]."""
-
-    def ragged(left: jax.Array, right: jax.Array, counts: jax.Array) -> jax.Array:
-        return _ragged(_routed(left, counts), _routed(right, counts), counts, (0, 0), [])
-
-    return _on_platform(ragged, outer_in_tiles, left, right, counts)
+def _times(rows: jax.Array, weights: jax.Array) -> jax.Array:
+    """[n, I] times [O, I]."""
+    return lax.dot_general(rows, weights, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
 
 
 @jax.custom_vjp
 def _grouped_matmul(rows: jax.Array, weights: jax.Array, counts: jax.Array) -> jax.Array:
-    return _product(rows, weights, counts, contracted=2)
+    return product(rows, weights, counts, contracted=2)
 
 
 _Product = tuple[jax.Array, jax.Array, jax.Array]
@@ -166,7 +131,7 @@ def _grouped_forward(rows: jax.Array, weights: jax.Array, counts: jax.Array) -> 
 def _grouped_backward(saved: _Product, d_out: jax.Array) -> tuple[jax.Array, jax.Array, None]:
     rows, weights, counts = saved
     d_out = d_out.astype(weights.dtype)
-    d_rows, d_weights = _product(d_out, weights, counts, contracted=1), _outer(d_out, rows, counts)
+    d_rows, d_weights = product(d_out, weights, counts, contracted=1), outer(d_out, rows, counts)
     return d_rows.astype(rows.dtype), d_weights.astype(weights.dtype), None
 
 
@@ -218,7 +183,7 @@ def _expert_ffn(activation: Activation, rows: jax.Array, experts: _Experts, coun
     def tiled(rows: jax.Array, experts: _Experts, counts: jax.Array) -> jax.Array:
         return rows_in_tiles(of_tile, rows, experts, counts, rows.shape[1])
 
-    return _on_platform(whole, tiled, rows, experts, counts)
+    return by_backend(rows, experts, counts, tpu=whole, gpu=whole, default=tiled)
 
 
 _Ffn = tuple[jax.Array, _Experts, jax.Array]

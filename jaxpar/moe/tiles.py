@@ -119,3 +119,27 @@ def outer_in_tiles(left: jax.Array, right: jax.Array, counts: jax.Array) -> jax.
 
     nothing = jnp.zeros((len(counts), left.shape[1], right.shape[1]), jnp.float32)
     return each_tile(counts, len(left), visit, match_varying(nothing, left, right, counts))
+
+
+class OwnedTiles(NamedTuple):
+    """Tiles of one expert each, of int32 [tiles]: the expert, and from `first` to before `end` the rows that are its.
+
+    Of those that no expert needs `first` is `end`.
+    """
+
+    expert: jax.Array
+    first: jax.Array
+    end: jax.Array
+
+
+def owned_tiles(counts: jax.Array, rows: int, size: int) -> OwnedTiles:
+    """The tiles of `size` of `rows` rows, each expert's first one beginning with its rows; as many as may be needed."""
+    experts = len(counts)
+    tiles = -(-counts // size)
+    tile_ends, row_ends = jnp.cumsum(tiles), jnp.cumsum(counts)
+    index = jnp.arange(min(rows, experts) + max(rows - experts, 0) // size, dtype=jnp.int32)
+    expert = jnp.searchsorted(tile_ends, index, side="right")
+    own = jnp.minimum(expert, experts - 1)
+    first = (row_ends - counts)[own] + (index - (tile_ends - tiles)[own]) * size
+    end = jnp.minimum(first + size, row_ends[own])
+    return OwnedTiles(*(x.astype(jnp.int32) for x in (own, jnp.where(expert < experts, first, end), end)))
