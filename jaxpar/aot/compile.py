@@ -9,7 +9,7 @@ from typing import Any
 
 import jax
 
-from jaxpar.aot.memory import DeviceMemory, used_of
+from jaxpar.aot.memory import DeviceMemory, needed_of
 from jaxpar.aot.sent import Sent, sent_by
 from jaxpar.aot.targets import Target, require_compiler
 from jaxpar.checkpoint.config import ModelConfig
@@ -22,6 +22,7 @@ from jaxpar.ledger.predict import local_bytes, predict_flops, predict_traffic
 from jaxpar.ledger.steps import make_steps
 from jaxpar.plan import Phase, Plan
 from jaxpar.program import Programs
+from jaxpar.registry import running
 from jaxpar.strategies import Step
 
 TOLERANCE = 0.02
@@ -63,7 +64,7 @@ class CompiledStep:
     @property
     def compiled(self) -> bool:
         """Whether there is a program."""
-        return self.memory.temporaries is not None
+        return bool(self.flops)
 
     @property
     def flops_ratio(self) -> float | None:
@@ -129,7 +130,9 @@ def compile_step(
     target.check(plan.mesh)
     steps = Counter(make_steps(config, plan, phase, batch, context, sampled))
     step = max(steps, key=lambda step: step.tokens * step.keys)
-    flops = predict_flops(step)  # which refuses what cannot run before a compiler is loaded
+    # What cannot run is refused before a compiler is loaded.
+    running(config, plan)
+    flops = predict_flops(step)
     require_compiler(target)
     programs = Programs(config, plan, target.mesh(plan.mesh))
     pages, memory = device_memory(programs, target, step, batch, context)
@@ -154,10 +157,10 @@ def _compiled(found: CompiledStep, programs: Programs, pages: int) -> CompiledSt
     try:
         compiled = lowered.compile()
     except jax.errors.JaxRuntimeError as error:
-        used = used_of(str(error))
-        if used is None:
+        needed = needed_of(str(error))
+        if needed is None:
             raise
-        memory = replace(found.memory, used=max(used, found.memory.capacity + 1))
+        memory = replace(found.memory, temporaries=needed - found.memory.total)
         return replace(found, memory=memory, compile_seconds=time.monotonic() - begin)
     module = parse_module(compiled.as_text())
     collectives = collectives_of(module, found.plan.mesh.sizes)

@@ -6,7 +6,7 @@ import re
 from dataclasses import asdict, dataclass
 from typing import Any
 
-_USED = re.compile(r"Used ([\d.]+)([KMGT]?) of")
+_NEEDED = re.compile(r"HLO temporaries \(([\d.]+)([KMGT]?)\)")
 _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
 
@@ -17,8 +17,8 @@ class DeviceMemory:
     `weights`, `cache` (the pool of pages) and `inputs` (the step's other arguments: tokens, page tables, positions,
     what comes from the stage before) are exact, from shapes and PartitionSpecs. The rest is the compiler's: `padding`
     is what its layouts add to the arguments, `outputs` are those that take no argument's place (the cache takes its
-    own), `code` is the program. `temporaries` is None of what was not compiled, since it cannot fit, or where the
-    compiler gave up; `total` is then the least that it takes.
+    own), `code` is the program. Of a program that the compiler refuses for its memory only `temporaries` is known.
+    `temporaries` is None of what was not compiled, since weights and cache alone do not fit.
     """
 
     capacity: int
@@ -29,14 +29,12 @@ class DeviceMemory:
     temporaries: int | None = None
     outputs: int = 0
     code: int = 0
-    used: int = 0
-    """What the compiler says in all of a program that does not fit; 0: it does, or was not asked."""
 
     @property
     def total(self) -> int:
         """All of it."""
-        known = self.weights + self.cache + self.inputs + self.padding + self.outputs + self.code
-        return max(known + (self.temporaries or 0), self.used)
+        compiled = self.padding + (self.temporaries or 0) + self.outputs + self.code
+        return self.weights + self.cache + self.inputs + compiled
 
     @property
     def fits(self) -> bool:
@@ -55,9 +53,10 @@ class DeviceMemory:
         return asdict(self) | {"total": self.total, "fits": self.fits, "largest": self.largest}
 
 
-def used_of(message: str) -> int | None:
-    """The bytes in all of a program that a compiler refuses for its memory; None for any other complaint."""
-    if "RESOURCE_EXHAUSTED" not in message:
-        return None
-    found = _USED.search(message)
-    return int(float(found[1]) * _UNITS[found[2]]) if found else 0
+def needed_of(message: str) -> int | None:
+    """Bytes for which a compiler refuses a program, None for any other complaint.
+
+    XLA:TPU calls them temporaries; arguments are among them.
+    """
+    found = _NEEDED.search(message) if "RESOURCE_EXHAUSTED" in message else None
+    return int(float(found[1]) * _UNITS[found[2]]) if found else None

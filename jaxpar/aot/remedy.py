@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from jaxpar.aot.compile import CompiledStep, device_memory
+from jaxpar.aot.compile import CompiledStep
 from jaxpar.checkpoint.config import ModelConfig
 from jaxpar.devices import abstract_mesh
 from jaxpar.errors import JaxparError
-from jaxpar.ledger.steps import make_steps
+from jaxpar.ledger.memory import memory_of
 from jaxpar.mesh import AXES
 from jaxpar.plan import Plan
 from jaxpar.program import Programs
@@ -35,7 +35,7 @@ def _for_weights(found: CompiledStep, config: ModelConfig) -> str:
     best: tuple[int, str] | None = None
     for words, plan in _wider(found.plan, config):
         try:
-            held = _held(found, config, plan, found.batch) + others
+            held = _held(found, Programs(config, plan, abstract_mesh(plan.mesh)), found.batch) + others
         except JaxparError:
             continue
         text = f"{words} leaves {human_bytes(held)} a device"
@@ -53,7 +53,12 @@ def _wider(plan: Plan, config: ModelConfig) -> Iterator[tuple[str, Plan]]:
     everywhere = plan.active(axis for axis in AXES if axis != "pp")
     if config.has_experts and everywhere and set(plan.active(plan.experts_over)) != set(everywhere):
         yield f"--experts-over {','.join(everywhere)}", replace(plan, experts_over=everywhere)
-    for factor in (2, 4, 8, 16, 32, 64):
+    factors = (2, 4, 8, 16, 32, 64)
+    for factor in factors:
+        if plan.mesh.dp % factor == 0:
+            mesh = replace(plan.mesh, dp=plan.mesh.dp // factor, tp=plan.mesh.tp * factor)
+            yield f"--mesh {mesh}", replace(plan, mesh=mesh)
+    for factor in factors:
         for axis in ("tp", "ep", "pp") if config.has_experts else ("tp", "pp"):
             mesh = replace(plan.mesh, **{axis: plan.mesh.sizes[axis] * factor})
             yield f"--mesh {mesh}", replace(plan, mesh=mesh)
@@ -62,10 +67,11 @@ def _wider(plan: Plan, config: ModelConfig) -> Iterator[tuple[str, Plan]]:
 def _for_cache(found: CompiledStep, config: ModelConfig) -> str:
     memory = found.memory
     others = memory.total - memory.weights - memory.cache
+    programs = Programs(config, found.plan, abstract_mesh(found.plan.mesh))
     low, high = 0, found.batch
     while high - low > 1:
         middle = (low + high) // 2
-        fits = _held(found, config, found.plan, middle) + others <= memory.capacity
+        fits = _held(found, programs, middle) + others <= memory.capacity
         low, high = (middle, high) if fits else (low, middle)
     if low:
         return f"--batch {low} fits; more requests need a larger dp or cp"
@@ -83,10 +89,7 @@ def _for_temporaries(found: CompiledStep, left: int) -> str:
     )
 
 
-def _held(found: CompiledStep, config: ModelConfig, plan: Plan, batch: int) -> int:
+def _held(found: CompiledStep, programs: Programs, batch: int) -> int:
     """Bytes of weights and cache that a device holds under another plan, or with another batch."""
-    step = make_steps(config, plan, found.phase, batch, found.context)[0]
-    _, memory = device_memory(
-        Programs(config, plan, abstract_mesh(plan.mesh)), found.target, step, batch, found.context
-    )
-    return memory.weights + memory.cache
+    held = memory_of(programs, found.phase, batch, found.context)
+    return held.weight_bytes + held.cache_bytes

@@ -45,8 +45,8 @@ def _memory(found: CompiledStep) -> RenderableType:
             ("outputs", memory.outputs, "compiler"),
             ("program", memory.code, "compiler"),
         ]
-    elif memory.used:
-        rows.append(("temporaries and more", memory.total - memory.weights - memory.cache - memory.inputs, "compiler"))
+    elif memory.temporaries is not None:
+        rows.append(("temporaries", memory.temporaries, "compiler"))
     rows += [("total", memory.total, ""), (f"{found.target.kind.kind} has", memory.capacity, "")]
     free = memory.capacity - memory.total
     rows.append(("left" if free >= 0 else "missing", abs(free), ""))

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
 from jaxpar.ledger.hlo import HloCollective
 from jaxpar.ledger.hlo_overlap import Overlap
-from jaxpar.nodes import levels
 from jaxpar.plan import Plan
 from jaxpar.presets import DeviceKind
 
@@ -42,15 +42,23 @@ class Sent:
         return self.overlap is not None
 
     @property
+    def hidden_share(self) -> float:
+        """The part of a call's time that the work between its start and end takes, at most 1."""
+        return min(1.0, self.work_seconds / self.wire_seconds)
+
+    @property
     def hidden(self) -> Hidden:
-        """Whether the work in between takes as long as the call; "exposed" where there is none."""
-        if self.overlap is None or not self.overlap.instructions:
-            return "exposed"
-        return "hidden" if self.work_seconds >= self.wire_seconds else "partly"
+        """Whether that work takes as long as the call; less than a twentieth of it hides nothing."""
+        share = self.hidden_share
+        return "hidden" if share == 1 else "partly" if share >= 0.05 else "exposed"
 
     def to_json(self) -> dict[str, Any]:
         """All of it as plain data."""
-        return asdict(self) | {"asynchronous": self.asynchronous, "hidden": self.hidden}
+        return asdict(self) | {
+            "asynchronous": self.asynchronous,
+            "hidden": self.hidden,
+            "hidden_share": self.hidden_share,
+        }
 
 
 def sent_by(found: Iterable[HloCollective], plan: Plan, kind: DeviceKind) -> list[Sent]:
@@ -67,9 +75,6 @@ def sent_by(found: Iterable[HloCollective], plan: Plan, kind: DeviceKind) -> lis
 
 
 def _row(one: HloCollective, plan: Plan, kind: DeviceKind) -> Sent:
-    ranks = max(len(set(group)) for group in one.groups)
-    where = levels(plan, plan.mesh.active(plan.mesh.sizes) if one.axes is None else one.axes)
-    across = bool(where.across or where.both)
     work = one.overlap or Overlap()
     return Sent(
         one.sublayer,
@@ -81,6 +86,12 @@ def _row(one: HloCollective, plan: Plan, kind: DeviceKind) -> Sent:
         one.message_bytes,
         one.sent_bytes,
         one.overlap,
-        wire_seconds=kind.links.seconds(one.collective, one.message_bytes, ranks, across),
-        work_seconds=max(work.flops / kind.peak_bf16_flops, work.bytes / kind.memory_bandwidth),
+        wire_seconds=kind.links.seconds(one.collective, one.message_bytes, *_spread(one, kind.devices_per_node)),
+        work_seconds=max(work.flops / kind.flops(plan.dtype), work.bytes / kind.memory_rate),
     )
+
+
+def _spread(one: HloCollective, devices_per_node: int) -> tuple[int, int]:
+    """Ranks of a group on one node, and nodes that it has ranks on: of the group that lies on most nodes."""
+    nodes = [Counter(rank // devices_per_node for rank in set(group)) for group in one.groups]
+    return max(((max(counts.values()), len(counts)) for counts in nodes), key=lambda spread: (spread[1], spread[0]))

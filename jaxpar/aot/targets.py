@@ -33,8 +33,8 @@ Platform = Literal["tpu", "gpu"]
 
 _EXAMPLES = "write v5p:2x2x4 (chips of a TPU slice) or h200:1x4x8 (slices x hosts x GPUs of a host)"
 
-# libtpu reads these when it is loaded. It would ask Google's metadata server which TPU it is on, keep a lock against a
-# second process, and write logs to /tmp and standard error.
+# Compilers read these when they are loaded. libtpu would ask Google's metadata server which TPU it is on, keep a lock
+# against a second process, and write logs to /tmp; both would write to standard error.
 _QUIET = {
     "TPU_SKIP_MDS_QUERY": "1",
     "TPU_ACCELERATOR_TYPE": "v5p-8",
@@ -106,7 +106,8 @@ class Target:
             MeshError: the compiler's package is not installed or not of JAX's version, or it has no such topology.
         """
         require_compiler(self)
-        os.environ.update({name: value for name, value in _QUIET.items() if name not in os.environ})
+        # Importing JAX sets TF_CPP_MIN_LOG_LEVEL to 1.
+        os.environ.update({name: value for name, value in _QUIET.items() if os.environ.get(name, "1") == "1"})
         jax.config.update("jax_platforms", "cpu")
         options: Mapping[str, str] = {"topology_name": str(self)}
         if self.platform == "gpu":

@@ -36,7 +36,9 @@ def compile(
     plan: dict[str, Any],
     json: Json = False,
 ) -> None:
-    """Compile a step for a target with its real compiler, and say what a device holds, computes and sends.
+    """Compile a step for accelerators that need not be there.
+
+    Says what a device holds, computes and sends, by the accelerator's real compiler.
 
     Neither weights nor accelerators are needed, only the compiler: pip install 'jaxpar[tpu]' or 'jaxpar[gpu-compile]'.
     Exit status 1 if the step does not fit, or computes other FLOPs than the ledger says by more than 2 %.
