@@ -232,7 +232,7 @@ class Programs:
             # Every rank of cp has the new tokens, and the one that the position names stores them.
             mine = owner(stored, plan.mesh.cp, plan.cp_interleave) == rank_index(plan.sequence)
             stored = jnp.where(mine, stored, -1)
-        return PagedStore(positions_plane, batch.table, batch.start[:, 0], stored)
+        return PagedStore(positions_plane, batch.table, batch.start[:, 0], stored, in_order=plan.mesh.cp == 1)
 
     def _context(
         self, batch: StepBatch, store: PagedStore, step: Step, strategies: Mapping[str, Strategy]
@@ -276,7 +276,12 @@ def compiler_options(platform: str, plan: Plan) -> dict[str, str] | None:
 
     XLA:GPU keeps one collective under way at a time. A ring that sends both ways has two, of which the first would then
     end before the product begins.
+
+    XLA:TPU gives one operation 16 MiB of a core's memory (VMEM). With more, products read weights in larger pieces, and
+    take them straight from HBM, where it would copy those of small projections to VMEM first (docs/accelerators.md).
     """
+    if platform == "tpu":
+        return {"xla_tpu_scoped_vmem_limit_kib": str(64 << 10)}
     if plan.collective_matmul and platform in ("gpu", "cuda", "rocm"):
         return {"xla_gpu_experimental_parallel_collective_overlap_limit": "2"}
     return None

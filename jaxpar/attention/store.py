@@ -39,7 +39,14 @@ class KeyStore(Protocol):
 class PagedStore:
     """Writes a step's tokens into their pages, and gathers each request's pages. Made once a step, for all layers."""
 
-    def __init__(self, positions_plane: jax.Array, table: jax.Array, start: jax.Array, positions: jax.Array) -> None:
+    def __init__(
+        self,
+        positions_plane: jax.Array,
+        table: jax.Array,
+        start: jax.Array,
+        positions: jax.Array,
+        in_order: bool = False,
+    ) -> None:
         """Find the pages that the step writes.
 
         Args:
@@ -47,6 +54,8 @@ class PagedStore:
             table: [B, width] page ids.
             start: [B] tokens that each request has stored so far.
             positions: [B, T] positions of the new tokens; -1 (padding, at the end) is not stored.
+            in_order: whether a request's i-th token has position i, as where cp does not split them. A TPU then counts
+                in place of looking positions up, which it does slowly, and leaves `positions_plane` as it is.
         """
         pages, page_size = positions_plane.shape
         tokens, width = positions.shape[1], table.shape[1]
@@ -62,13 +71,22 @@ class PagedStore:
         page = jnp.take_along_axis(table, jnp.clip(columns, 0, width - 1), axis=1)
         # A page without a new token is not written at all: an id past the end is dropped by the scatter.
         self._pages = jnp.where(self._is_new.any(axis=2), page, pages)
-        kept = positions_plane.at[self._pages].get(mode="clip")
-        self.positions_plane = positions_plane.at[self._pages].set(
-            jnp.where(self._is_new, new_positions, kept), mode="drop"
+
+        def looked_up(plane: jax.Array, written: jax.Array) -> tuple[jax.Array, jax.Array]:
+            kept = plane.at[self._pages].get(mode="clip")
+            plane = plane.at[self._pages].set(jnp.where(self._is_new, new_positions, kept), mode="drop")
+            gathered = plane.at[table].get(mode="clip")
+            stored = jnp.where(table[:, :, None] >= 0, gathered, -1)
+            return plane, stored.reshape(stored.shape[0], -1)
+
+        def counted(plane: jax.Array, written: jax.Array) -> tuple[jax.Array, jax.Array]:
+            place = jnp.arange(width * page_size, dtype=jnp.int32)[None]
+            return plane, jnp.where(place < written[:, None], place, -1)
+
+        written = start + (positions >= 0).sum(axis=1, dtype=jnp.int32)
+        self.positions_plane, self.key_positions = by_backend(
+            positions_plane, written, default=looked_up, tpu=counted if in_order else None
         )
-        gathered = self.positions_plane.at[self._table].get(mode="clip")
-        stored = jnp.where(self._table[:, :, None] >= 0, gathered, -1)
-        self.key_positions = stored.reshape(stored.shape[0], -1)
 
     def _pick(self, x: jax.Array) -> jax.Array:
         """Values of the new tokens [B, T] at every slot of the touched pages [B, touched, page_size]."""
