@@ -44,6 +44,8 @@ from jaxpar.checkpoint.reader import TensorReader
 from jaxpar.heads import heads_of
 from jaxpar.kernels import backend
 from jaxpar.moe.bind import bound as dispatched
+from jaxpar.moe.grouped import Activation
+from jaxpar.nn import moe
 from jaxpar.nn.context import StepContext
 from jaxpar.nn.decoder import Decoder
 from jaxpar.nn.linear import NO_RING, ColumnParallel, Ring, RowParallel
@@ -139,8 +141,18 @@ def _over_copies(spec: P) -> P:
 def no_kernels() -> Iterator[None]:
     """Within it programs hold what every backend can run: XLA partitions no kernel that is written for one."""
     default = SimpleNamespace(platform_dependent=lambda *operands, default, **_: default(*operands))
-    with patch.object(backend, "lax", default):
+    with patch.object(backend, "lax", default), patch.object(moe, "expert_ffn", _ragged_ffn):
         yield
+
+
+def _ragged_ffn(
+    rows: jax.Array, gate_up: jax.Array, down: jax.Array, counts: jax.Array, activation: Activation, *biases: None
+) -> jax.Array:
+    """`expert_ffn` without biases by `jax.lax.ragged_dot`, which every backend has."""
+    numbers = lax.RaggedDotDimensionNumbers((((1,), (2,)), ((), ())), [0], [0])
+    product = partial(lax.ragged_dot_general, ragged_dot_dimension_numbers=numbers, preferred_element_type=jnp.float32)
+    both, width = product(rows, gate_up, counts), gate_up.shape[1] // 2
+    return product(activation(both[:, :width], both[:, width:]).astype(rows.dtype), down, counts)
 
 
 class Automatic:
