@@ -39,8 +39,8 @@ COMMANDS = (
     "balance",
     "strategies",
     "train",
-    "calibrate",
     "doctor",
+    "calibrate",
 )
 
 

@@ -65,6 +65,16 @@ def test_a_preset_knows_its_kind_by_whole_words(kind: str, preset: str | None) -
     assert preset_of(kind)[0] == preset
 
 
+def test_of_a_kind_without_a_preset_the_figures_of_the_target_of_its_name_are_known() -> None:
+    (group,) = device_groups([described("NVIDIA H100 80GB HBM3", "gpu", {"bytes_limit": 60 << 30, "bytes_in_use": 0})])
+    assert (group.preset, group.figures and group.figures.memory_bandwidth) == (None, 3.35e12)
+    assert (
+        describe_machine([group], [], [], [])
+        .splitlines()[2]
+        .startswith("              speed by its maker's figures: 989 TFLOP/s")
+    )
+
+
 def test_what_is_seen_of_an_accelerator_is_said_in_words() -> None:
     gpus = device_groups([described("NVIDIA H200", "gpu", {"bytes_limit": 1 << 37, "bytes_in_use": 0})] * 8)
     said = describe_machine(gpus, find_packages(have()), [], find_compilers(have(libtpu="0.0.1"))).splitlines()

@@ -66,6 +66,10 @@ GPUS = {
 """GPUs by the name that a target begins with."""
 
 
+_KNOWN = {"NVIDIA H20": "NVIDIA H200"}
+"""Kinds that JAX does not know -> one that it does, of the same architecture: Pallas asks it for that."""
+
+
 def gpu_target_config(kind: GpuKind) -> str:
     """XLA's GpuTargetConfigProto of a GPU, as text."""
     return f"""
@@ -79,6 +83,7 @@ gpu_device_info {{
   l2_cache_size: {kind.l2_bytes} registers_per_core_limit: 65536 registers_per_block_limit: 65536
   cuda_compute_capability {{ major: {kind.capability} feature_extension: ACCELERATED_FEATURES }}
 }}
+device_description_str: "{_KNOWN.get(kind.device.kind, kind.device.kind)}"
 platform_name: "CUDA"
 dnn_version_info {{ major: 9 minor: 10 }}
 """

@@ -29,8 +29,8 @@ _COMMANDS = (
     "balance",
     "strategies",
     "train",
-    "calibrate",
     "doctor",
+    "calibrate",
 )
 
 # Typer exports only the leaf of its usage errors, and newer versions no longer use click's.

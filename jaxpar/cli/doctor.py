@@ -132,21 +132,24 @@ def _lines(group: DeviceGroup) -> list[str]:
     processes = "one process" if group.processes == 1 else f"{group.processes} processes"
     lines = [f"{group.count} x {group.kind}{faked} by {group.platform}, in {processes}{grid}"]
     figures = group.figures
+    source = f"preset {group.preset}" if group.preset is not None else "its maker's figures"
     if group.memory_bytes is not None:
         used = "" if group.memory_in_use is None else f", {human_bytes(group.memory_in_use)} in use"
-        by = f" by preset {group.preset}" if group.memory_in_use is None else ""
+        by = f" by {source}" if group.memory_in_use is None else ""
         lines.append(f"memory of each: {human_bytes(group.memory_bytes)}{by}{used}")
     if figures is None:
         lines.append("speed and links: no preset knows this kind; `jaxpar calibrate` measures them")
         return lines
     lines.append(
-        f"speed by preset {group.preset}: {figures.peak_bf16_flops / 1e12:g} TFLOP/s in bfloat16, "
+        f"speed by {source}: {figures.peak_bf16_flops / 1e12:g} TFLOP/s in bfloat16, "
         f"{figures.memory_bandwidth / 1e12:g} TB/s of memory"
     )
+    among, place = f"the {figures.devices_per_node} of a node", "node"
+    if figures.topology == "torus":
+        among, place = "those of a slice", "slice"
     lines.append(
-        f"links by preset {group.preset}: {figures.link_bandwidth / 1e9:g} GB/s one way among the "
-        f"{figures.devices_per_node} of a node, {figures.internode_bandwidth / 1e9:g} between nodes; "
-        f"{counted(group.nodes or 1, 'node')}"
+        f"links by {source}: {figures.link_bandwidth / 1e9:g} GB/s one way among {among}, "
+        f"{figures.internode_bandwidth / 1e9:g} between {place}s; {counted(group.nodes or 1, place)}"
     )
     return lines
 

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from jaxpar.aot.kinds import GPUS, TPUS
 from jaxpar.presets import DeviceKind, load_preset, preset_names
 
 _MARKETED = {"TPU v5 lite": "TPU v5e", "TPU v5": "TPU v5p", "TPU v6 lite": "TPU v6e"}
@@ -18,7 +19,7 @@ class DeviceGroup:
 
     `memory_bytes` is what the device says a program may use of it, or what the preset says it has; None: neither says.
     `grid` is the extent of a TPU's chips in each direction. `preset` is the first bundled one with devices of this
-    kind, and `figures` are what it says of them; None where no preset knows the kind.
+    kind, and `figures` are what it says of them; of kinds that no preset has, those of compile targets are known.
     """
 
     platform: str
@@ -34,9 +35,11 @@ class DeviceGroup:
 
     @property
     def nodes(self) -> int | None:
-        """Groups of devices with fast links among them, None where the kind is not known."""
+        """Groups of devices with fast links among them, slices of TPUs; None where the kind is not known."""
         if self.figures is None:
             return None
+        if self.figures.topology == "torus":
+            return self.slices
         return max(self.slices, -(-self.count // self.figures.devices_per_node))
 
 
@@ -68,13 +71,15 @@ def _group(platform: str, kind: str, devices: Sequence[Any]) -> DeviceGroup:
 
 
 def preset_of(kind: str) -> tuple[str | None, DeviceKind | None]:
-    """The first bundled preset whose devices are of the kind that JAX names so, and its figures; None for neither.
+    """The first bundled preset whose devices are of the kind that JAX names so, and the kind's figures.
 
+    A kind that no preset has may be one that programs can be compiled for: then there are figures alone, or neither.
     What follows the name of the model ("NVIDIA H100 80GB HBM3") does not matter.
     """
     words = _MARKETED.get(kind, kind).lower().split()
-    for name in preset_names():
-        figures = load_preset(name).device
+    presets: list[tuple[str | None, DeviceKind]] = [(name, load_preset(name).device) for name in preset_names()]
+    of_targets = *(one.device for one in TPUS.values()), *(one.device for one in GPUS.values())
+    for name, figures in [*presets, *((None, one) for one in of_targets)]:
         known = figures.kind.lower().split()
         if words[: len(known)] == known:
             return name, figures

@@ -3,6 +3,7 @@
     CPU    tiles of XLA operations (`attention/tiles.py`)
     TPU    a kernel that takes positions as data (`kernels/tpu_flash.py`), in decode one that reads pages
            where they lie (`kernels/tpu_paged.py`)
+    GPU    the same by one kernel (`kernels/gpu_flash.py`)
 
 Where shapes must not matter (`fixed`) all backends run the tiles.
 """
@@ -16,7 +17,7 @@ import jax
 from jaxpar.attention import tiles
 from jaxpar.attention.partial import Partial, Window
 from jaxpar.attention.store import Pages
-from jaxpar.kernels import tpu_flash, tpu_paged
+from jaxpar.kernels import gpu_flash, tpu_flash, tpu_paged
 from jaxpar.kernels.backend import by_backend
 from jaxpar.plan import Phase
 
@@ -44,8 +45,9 @@ def attend(
     ) -> Partial:
         return tiles.attend(q, k, v, q_at, k_at, window, scale, onto)
 
-    kernel = partial(tpu_flash.attend, window=window, scale=scale)
-    return by_backend(q, k, v, q_positions, k_positions, onto, tpu=kernel, default=in_tiles)
+    kernel, on_gpu = (partial(of.attend, window=window, scale=scale) for of in (tpu_flash, gpu_flash))
+    gpu = on_gpu if gpu_flash.fits(k, v) else None
+    return by_backend(q, k, v, q_positions, k_positions, onto, tpu=kernel, gpu=gpu, default=in_tiles)
 
 
 def attend_pages(
@@ -63,10 +65,15 @@ def attend_pages(
     """
 
     def in_tiles(q: jax.Array, bag: Bag, pages: Pages, q_at: jax.Array, k_at: jax.Array) -> Partial:
-        return attend(q, *bag, q_at, k_at, window, scale)
+        return tiles.attend(q, *bag, q_at, k_at, window, scale)
 
-    def in_pages(q: jax.Array, bag: Bag, pages: Pages, q_at: jax.Array, k_at: jax.Array) -> Partial:
-        return tpu_paged.attend(q, pages, q_at, k_at, window, scale)
+    def on_tpu(q: jax.Array, bag: Bag, pages: Pages, q_at: jax.Array, k_at: jax.Array) -> Partial:
+        if tpu_paged.fits(pages):
+            return tpu_paged.attend(q, pages, q_at, k_at, window, scale=scale)
+        return tpu_flash.attend(q, *bag, q_at, k_at, None, window, scale=scale)
 
-    paged = in_pages if tpu_paged.fits(pages) else None
-    return by_backend(q, bag, pages, q_positions, k_positions, tpu=paged, default=in_tiles)
+    def on_gpu(q: jax.Array, bag: Bag, pages: Pages, q_at: jax.Array, k_at: jax.Array) -> Partial:
+        return gpu_flash.attend_pages(q, pages, q_at, k_at, window, scale=scale)
+
+    gpu = on_gpu if gpu_flash.fits(pages.k, pages.v) else None
+    return by_backend(q, bag, pages, q_positions, k_positions, tpu=on_tpu, gpu=gpu, default=in_tiles)

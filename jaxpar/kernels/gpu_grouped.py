@@ -13,7 +13,6 @@ may overlap. There are as many as any routing needs; those that are none end at 
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -21,13 +20,11 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 
+from jaxpar.kernels.triton_call import LEAST, Ref, dot, largest_block, triton_call
 from jaxpar.moe.tiles import owned_tiles
 
-Ref = Any
-"""A reference of Pallas to an array, which has no public type."""
-
-LEAST, MOST = 16, 128
-"""Rows of a tile: what a tensor core takes at least, and what registers hold beside 128 columns."""
+MOST = 128
+"""Rows of a tile that registers hold beside as many columns."""
 
 WIDTH, DEPTH = 128, 64
 """Columns of a tile, and how many numbers are summed at once, at most."""
@@ -46,23 +43,20 @@ def product(
     summed, width = weights.shape[contracted], weights.shape[3 - contracted]
     tile = max(LEAST, min(MOST, pl.next_power_of_2(-(-count // experts))))
     rows = jnp.pad(rows, ((0, max(tile - count, 0)), (0, 0)))
-    columns, depth = _block(width, WIDTH), _block(summed, DEPTH)
+    columns, depth = largest_block(width, WIDTH), largest_block(summed, DEPTH)
     tiles = owned_tiles(counts, count, tile)
-    call = pl.pallas_call(
+    call = triton_call(
         partial(_kernel, tile, columns, depth, contracted),
         grid=(len(tiles.expert), width // columns),
-        out_shape=jax.ShapeDtypeStruct(
-            (len(rows), width), jnp.float32, manual_axis_type=jax.typeof(rows).manual_axis_type
-        ),
-        compiler_params=triton.CompilerParams(num_warps=8 if tile > 64 else 4, num_stages=4),
-        cost_estimate=pl.CostEstimate(
-            flops=2 * count * summed * width,
-            transcendentals=0,
-            bytes_accessed=rows.size * rows.dtype.itemsize + weights.size * weights.dtype.itemsize + 4 * count * width,
-        ),
+        shapes=[((len(rows), width), jnp.float32)],
+        like=rows,
+        flops=2 * count * summed * width,
+        bytes_accessed=rows.size * rows.dtype.itemsize + weights.size * weights.dtype.itemsize + 4 * count * width,
+        warps=8 if tile > 64 else 4,
         interpret=interpret,
     )
-    return call(*tiles, rows, weights)[:count]
+    (out,) = call(*tiles, rows, weights)
+    return out[:count]
 
 
 def _kernel(
@@ -82,22 +76,10 @@ def _kernel(
             left = rows[pl.ds(start, tile), at]
             across = pl.ds(column, columns)
             right = weights[own, across, at].T if contracted == 2 else weights[own, at, across]
-            return sums + lax.dot_general(
-                left, right, (((1,), (0,)), ((), ())), _precision(left.dtype), preferred_element_type=jnp.float32
-            )
+            return sums + dot(left, right)
 
         steps = weights.shape[contracted] // depth
         sums = lax.fori_loop(0, steps, add, jnp.zeros((tile, columns), jnp.float32))
         at = start + jnp.arange(tile)
         place = out.at[pl.ds(start, tile), pl.ds(column, columns)]
         triton.store(place, sums, mask=((at >= begin) & (at < stop))[:, None])
-
-
-def _precision(dtype: Any) -> lax.Precision | None:
-    """Float32 is multiplied as such, and not in fewer bits."""
-    return lax.Precision.HIGHEST if dtype == jnp.float32 else None
-
-
-def _block(size: int, most: int) -> int:
-    """The largest power of 2 up to `most` that divides `size`."""
-    return min(most, size & -size)

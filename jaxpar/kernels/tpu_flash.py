@@ -49,6 +49,8 @@ class _Bounds(NamedTuple):
     last: Any
 
 
+# Traced once for all layers: a kernel takes long to trace.
+@partial(jax.jit, static_argnames=("scale", "interpret"))
 def attend(
     q: jax.Array,
     k: jax.Array,

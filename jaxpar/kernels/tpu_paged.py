@@ -64,6 +64,8 @@ def fits(pages: Pages) -> bool:
     return pages.k.shape[2] % rows == 0 and all(plane.shape[3] % LANES == 0 for plane in (pages.k, pages.v))
 
 
+# Traced once for all layers: a kernel takes long to trace.
+@partial(jax.jit, static_argnames=("scale", "interpret"))
 def attend(
     q: jax.Array,
     pages: Pages,
@@ -94,7 +96,7 @@ def attend(
     table = _whole(pages.table, in_block).reshape(-1, 1, in_block)
     positions = _whole(k_positions, keys)
     width = jnp.asarray(NO_WINDOW if window is None else window, jnp.int32).reshape(1)
-    work = _work_of(q_positions, positions.reshape(lanes, -1, keys), width)
+    work = _work_of(q_positions, positions.reshape(lanes, -1, keys), width[0])
     cores, items = work.lane.shape
 
     def here(core: Any, item: Any, number: Ref, lane: Ref, block: Ref, *_: Ref) -> tuple[Any, ...]:

@@ -10,6 +10,7 @@ What is copied between memories is whole tiles, 16 tokens of 16-bit numbers: a p
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import jax
@@ -30,6 +31,8 @@ def fits(planes: Sequence[jax.Array]) -> bool:
     return all(plane.shape[2] % rows == 0 and plane.shape[3] % LANES == 0 for plane in planes)
 
 
+# Traced once for all layers: a kernel takes long to trace.
+@partial(jax.jit, static_argnames="interpret")
 def write(
     planes: Sequence[jax.Array], new: Sequence[jax.Array], page: jax.Array, slot: jax.Array, interpret: bool = False
 ) -> list[jax.Array]:

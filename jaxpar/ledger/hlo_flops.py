@@ -21,6 +21,7 @@ from jaxpar.ledger.scope import scope_of
 _CONTRACTED = re.compile(r"lhs_contracting_dims=\{([\d,]*)\}")
 _CUBLAS = re.compile(r'"dot_dimension_numbers":\{"lhs_contracting_dimensions":\[([^\]]*)\]')
 _ESTIMATE = re.compile(r'"cost_estimate":\s*\{[^}]*"flops":\s*"?(\d+)')
+_METADATA = re.compile(r'serialized_metadata = "\{\\22flops\\22: \\22(\d+)')
 _LABELS = re.compile(r"dim_labels=(\w+)_(\w+)->(\w+)")
 
 
@@ -61,7 +62,7 @@ def _flops(instruction: Instruction, computation: Computation) -> int | None:
         case "convolution":
             return _convolution(instruction, computation)
         case "custom-call":
-            if estimate := _ESTIMATE.search(attributes):
+            if estimate := _ESTIMATE.search(attributes) or _METADATA.search(attributes):
                 return int(estimate[1])
             if "__cublas$" in attributes and (contracted := _CUBLAS.search(attributes)):
                 left = _operand_shape(instruction, computation, 0)
