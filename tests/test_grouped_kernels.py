@@ -55,8 +55,9 @@ def test_a_gpu_takes_fewer_rows_than_a_tile_has() -> None:
     np.testing.assert_allclose(found, np.repeat(rows.sum(axis=1, keepdims=True), 16, axis=1))
 
 
+@pytest.mark.parametrize("axes", [("ep",), ()])
 @pytest.mark.parametrize("platform", KERNELS)
-def test_under_shard_map_the_product_varies_over_the_axes_of_its_operands(platform: str) -> None:
+def test_under_shard_map_the_product_varies_over_the_axes_of_its_operands(platform: str, axes: tuple[str, ...]) -> None:
     mesh = jax.make_mesh((2,), ("ep",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
     seen = []
 
@@ -65,12 +66,10 @@ def test_under_shard_map_the_product_varies_over_the_axes_of_its_operands(platfo
         seen.append(jax.typeof(out).manual_axis_type.varying)
         return out
 
-    specs = P("ep"), P("ep"), P("ep")
-    mapped = jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=P("ep"))
-    jax.eval_shape(
-        mapped, jnp.ones((32, SHAPES[platform][1])), jnp.ones((4, *SHAPES[platform])), jnp.ones(4, jnp.int32)
-    )
-    assert seen == [{"ep"}]
+    mapped = jax.shard_map(local, mesh=mesh, in_specs=P(axes or None), out_specs=P(axes or None))
+    rows, weights = jnp.ones((32, SHAPES[platform][1])), jnp.ones((4, *SHAPES[platform]))
+    jax.eval_shape(mapped, rows, weights, jnp.ones(4, jnp.int32))
+    assert seen == [set(axes)]
 
 
 @pytest.mark.parametrize("counts", COUNTS.values(), ids=list(COUNTS))

@@ -35,6 +35,8 @@ def fits(rows: jax.Array, weights: jax.Array, contracted: int) -> bool:
     return not any(size % LEAST for size in weights.shape[1:]) and weights.size < 1 << 31
 
 
+# Traced once for all layers.
+@partial(jax.jit, static_argnames=("contracted", "interpret"))
 def product(
     rows: jax.Array, weights: jax.Array, counts: jax.Array, contracted: int, interpret: bool = False
 ) -> jax.Array:

@@ -6,12 +6,14 @@ the rows that have an expert, not by those that there is room for.
 
 from __future__ import annotations
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 from jax.experimental.pallas.ops.tpu.megablox.gmm import gmm
 from jax.sharding import PartitionSpec as P
 
-from jaxpar.collectives.types import match_varying, varying_axes
+from jaxpar.collectives.types import match_varying
 
 ROWS = (256, 128, 64, 32, 16)
 """Rows of a block, of which the largest that divides them is taken."""
@@ -30,6 +32,8 @@ def fits(rows: jax.Array, weights: jax.Array, contracted: int) -> bool:
     return not len(rows) % ROWS[-1] and not any(size % LANES for size in weights.shape[1:])
 
 
+# Traced once for all layers.
+@partial(jax.jit, static_argnames=("contracted", "interpret"))
 def product(
     rows: jax.Array, weights: jax.Array, counts: jax.Array, contracted: int, interpret: bool = False
 ) -> jax.Array:
@@ -44,7 +48,7 @@ def product(
             transpose_rhs=contracted == 2, interpret=interpret,
         )  # fmt: skip
 
-    if not varying_axes(rows):
+    if jax.sharding.get_abstract_mesh().empty:
         return kernel(rows, weights, counts)
     # JAX's kernels do not say over which axes their results vary: around them nothing is checked, and then it is said.
     unchecked = jax.shard_map(kernel, in_specs=(P(), P(), P()), out_specs=P(), axis_names=set(), check_vma=False)
