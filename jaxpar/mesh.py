@@ -6,12 +6,15 @@ import math
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 
 from jaxpar.errors import MeshError, PlanError
 from jaxpar.values import shown, whole_number
 
 AXES = ("pp", "dp", "ep", "cp", "tp")
 """Mesh axes, outermost first: consecutive ranks differ in tp, so that tp runs over the fastest links."""
+
+_ALL = frozenset(AXES)
 
 MAX_RANKS = 65_536
 """More ranks than any deployment has: a typing error, refused before anything is sized by it."""
@@ -35,7 +38,8 @@ class MeshSpec:
 
     def __post_init__(self) -> None:
         """Refuse sizes that no mesh can have."""
-        for axis, given in self.sizes.items():
+        for axis in AXES:
+            given = getattr(self, axis)
             size = whole_number(given)
             if size is None or size < 1:
                 raise MeshError(
@@ -83,20 +87,27 @@ class MeshSpec:
             _known(axis)
         return cls(**sizes)
 
-    @property
+    @cached_property
     def sizes(self) -> dict[str, int]:
         """Size of every axis, outermost first."""
         return {axis: getattr(self, axis) for axis in AXES}
 
-    @property
+    @cached_property
     def size(self) -> int:
         """Number of ranks."""
         return math.prod(self.sizes.values())
 
     def active(self, axes: Iterable[str]) -> tuple[str, ...]:
         """Those of `axes` with more than one rank, in the mesh's order: what a PartitionSpec or a collective names."""
-        wanted = {_known(axis) for axis in axes}
-        return tuple(axis for axis in AXES if axis in wanted and self.sizes[axis] > 1)
+        wanted = set(axes)
+        if not wanted <= _ALL:
+            _known(min(wanted - _ALL, key=str))
+        return tuple(axis for axis in self._split if axis in wanted)
+
+    @cached_property
+    def _split(self) -> tuple[str, ...]:
+        """The axes with more than one rank."""
+        return tuple(axis for axis in AXES if self.sizes[axis] > 1)
 
     def extent(self, axes: Iterable[str]) -> int:
         """Number of ranks along `axes` taken together; 1 over no axis."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Literal
 
 from jaxpar.links import Links
@@ -166,7 +167,7 @@ class Plan:
         """The axes over which the tokens that attention and the dense FFN work on are split."""
         return self.active(("dp", "ep", "cp") if phase == "prefill" else ("dp", "ep"))
 
-    @property
+    @cached_property
     def residual(self) -> dict[Phase, tuple[str, ...]]:
         """The axes over which the tokens of the residual stream are split: the one place where that is said."""
         over_tokens = self.width if self.sequence_parallel else ()
@@ -193,6 +194,11 @@ class Plan:
             "sampling": "vocab_parallel",
         }
 
+    @cached_property
+    def _joined(self) -> dict[tuple[SublayerName, Phase], Sublayer]:
+        """What `sublayer` has answered: a planner asks a thousand times."""
+        return {}
+
     def width_of(self, sublayer: SublayerName, phase: Phase) -> tuple[str, ...]:
         """The axes over which a sublayer's width is split: heads where they leave attention, an FFN, the vocabulary.
 
@@ -212,6 +218,11 @@ class Plan:
         rank keeps a slice of the tokens. An MoE layer has one owner for every token: axes over which tokens are copies
         and that do not split an expert's width deal them out.
         """
+        if (name, phase) not in self._joined:
+            self._joined[name, phase] = self._sublayer(name, phase)
+        return self._joined[name, phase]
+
+    def _sublayer(self, name: SublayerName, phase: Phase) -> Sublayer:
         residual, width = self.residual[phase], self.width_of(name, phase)
         is_moe = name == "moe"
         axes = self.active(("dp", "ep", "cp", "tp"))

@@ -20,7 +20,8 @@ from jaxpar.mesh import MeshSpec, parse_experts_over
 from jaxpar.values import shown
 
 PRODUCTS = ("bfloat16", "float32", "fp8")
-"""What the efficiency of matrix products is given for."""
+EFFICIENCIES = (*PRODUCTS, "attention", "cache", "experts")
+"""What parts of the peaks are given for: matrix products by dtype, and parts of a model."""
 
 Name = TypeVar("Name", bound=str)
 
@@ -35,10 +36,12 @@ class DeviceKind:
     a sum over 8 H200 takes 22.6 us for 256 KiB and 33 us for 512 KiB, of which bandwidth asks 1 and 2; as two steps
     that is 10 to 15 us each. `topology` is "switch" (any two devices are one step apart) or "torus".
 
-    The rest is what efficiency leaves of these figures; `jaxpar calibrate` measures it. `efficiency` is the part of the
-    peak that matrix products of a dtype reach (1 for those that are not named), `memory_efficiency` that of the
-    memory's bandwidth. `step_overhead` is what launching a step program takes, `kernel_overhead` what each kernel in it
-    takes besides its work, in seconds. `fits` are collectives as they were measured (`links.Fit`).
+    The rest is what efficiency leaves of these figures; `jaxpar calibrate` measures it. `efficiency` has parts of the
+    peak, 1 or what is typical where one is not given: what matrix products of a dtype reach, and prefill attention; of
+    the memory's bandwidth what decode attention reads the cache at; of what dense products reach what those of experts
+    do. `memory_efficiency` is the part of the bandwidth at which weights are read. `step_overhead` is what launching a
+    step program takes, `kernel_overhead` what each kernel in it takes besides its work, in seconds. `fits` are
+    collectives as they were measured (`links.Fit`).
     """
 
     kind: str
@@ -238,8 +241,8 @@ def _fraction(table: dict[str, Any], key: str) -> float:
 
 def _efficiency(table: dict[str, Any], key: str) -> dict[str, float]:
     value = table[key]
-    good = isinstance(value, dict) and value.keys() <= set(PRODUCTS)
-    found = value if good else _refuse(key, value, f"a table of parts of the peak of {', '.join(PRODUCTS)}")
+    good = isinstance(value, dict) and value.keys() <= set(EFFICIENCIES)
+    found = value if good else _refuse(key, value, f"a table of parts of the peak, of {', '.join(EFFICIENCIES)}")
     return {dtype: _fraction(found, dtype) for dtype in found}
 
 

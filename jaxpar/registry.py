@@ -87,10 +87,13 @@ def chosen(step: Step) -> dict[str, Strategy]:
     experts over their dispatch is `local`; `auto` takes `psum` where nothing is summed. PlanError where a strategy
     refuses the step's shapes.
     """
-    names = {sublayer: name if choice is None else choice.name for sublayer, name, choice in _choices(step)}
-    picked = {sublayer: find(sublayer, name) for sublayer, name in names.items()}
-    check(picked.values(), step)
-    return picked
+    if "chosen" not in step.memo:
+        names = {sublayer: name if choice is None else choice.name for sublayer, name, choice in _choices(step)}
+        picked = {sublayer: find(sublayer, name) for sublayer, name in names.items()}
+        check(picked.values(), step)
+        step.memo["chosen"] = picked
+    found: dict[str, Strategy] = step.memo["chosen"]
+    return found
 
 
 def running(config: ModelConfig, plan: Plan) -> dict[Phase, dict[str, Strategy]]:

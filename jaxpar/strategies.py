@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -14,7 +15,7 @@ from jaxpar.checkpoint.config import ModelConfig
 from jaxpar.heads import HeadLayout, heads_of
 from jaxpar.ledger.traffic import SENT_BYTES, Traffic
 from jaxpar.moe.slots import slots_per_rank
-from jaxpar.pipeline.stages import Layers, by_kind, slots_of
+from jaxpar.pipeline.stages import Layers, kinds_of
 from jaxpar.plan import Phase, Plan, SublayerName
 from jaxpar.tables import human_bytes
 
@@ -90,9 +91,14 @@ class Step:
         return [self.lanes * self.keys * size * self.itemsize for size in values]
 
     @cached_property
-    def _kinds(self) -> list[tuple[Layers | None, Layers | None]]:
+    def memo(self) -> dict[str, Any]:
+        """What has been found out about it, so that a planner's many closed forms find it out once."""
+        return {}
+
+    @cached_property
+    def _kinds(self) -> Sequence[tuple[Layers | None, Layers | None]]:
         """Of each slot its layers with a dense FFN, and those with experts."""
-        return [by_kind(self.config, layers) for layers in slots_of(self.config, self.plan)]
+        return kinds_of(self.config, self.plan)
 
     @property
     def attention(self) -> SublayerName:
@@ -104,12 +110,12 @@ class Step:
         """Layers that a rank runs: slots, of which some may hold none on its stage of a pipeline."""
         return len(self._kinds)
 
-    @property
+    @cached_property
     def moe_layers(self) -> int:
         """Layers that a rank runs with experts in place of the FFN."""
         return sum(experts is not None for _, experts in self._kinds)
 
-    @property
+    @cached_property
     def dense_layers(self) -> int:
         """Layers that a rank runs with a dense FFN; a slot that has both on different stages counts in both."""
         return sum(dense is not None for dense, _ in self._kinds)
@@ -119,13 +125,13 @@ class Step:
         """Experts that a token goes to."""
         return 0 if self.config.moe is None else self.config.moe.router.top_k
 
-    @property
+    @cached_property
     def slots_per_rank(self) -> int:
         """Slots for experts on each rank."""
         experts = 0 if self.config.moe is None else self.config.moe.num_experts
         return slots_per_rank(experts, self.ranks(self.plan.experts), self.plan.expert_slots)
 
-    @property
+    @cached_property
     def moe_rows(self) -> int:
         """Tokens that a rank dispatches, padding included."""
         sublayer = self.plan.sublayer("moe", self.phase)
@@ -150,7 +156,7 @@ class Step:
 
     def ranks(self, axes: tuple[str, ...]) -> int:
         """The size of the group that `axes` span."""
-        return int(np.prod([self.plan.mesh.sizes[axis] for axis in axes], dtype=np.int64))
+        return math.prod(self.plan.mesh.sizes[axis] for axis in axes)
 
     def sends(
         self,

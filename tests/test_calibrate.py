@@ -10,12 +10,21 @@ from unittest.mock import patch
 import pytest
 from command_line import run
 
+from jaxpar.assets import model_dir
 from jaxpar.calibrate.files import to_toml, write_preset
 from jaxpar.calibrate.measure import calibrate, groups_of
+from jaxpar.calibrate.overheads import overheads
 from jaxpar.calibrate.result import Calibration, Overheads, Rate, Sample
+from jaxpar.calibrate.steps import Run
+from jaxpar.calibrate.sublayers import efficiency_of, trials
+from jaxpar.checkpoint.hf_config import read_config
 from jaxpar.errors import JaxparError
+from jaxpar.ledger.steps import make_steps
 from jaxpar.links import Fit
 from jaxpar.mesh import MeshSpec
+from jaxpar.plan import Plan
+from jaxpar.planner.assumptions import Assumptions
+from jaxpar.planner.timing import step_time
 from jaxpar.presets import load_preset
 
 H200 = load_preset("h200-8").device
@@ -75,7 +84,7 @@ def test_two_devices_are_measured() -> None:
     sizes = (2**10, 2**14)
     said: list[str] = []
     found = calibrate(
-        MeshSpec(tp=2), None, "cpu", sizes, ("all_reduce", "ppermute"), enough=0, overheads=False, say=said.append
+        MeshSpec(tp=2), None, "cpu", sizes, ("all_reduce", "ppermute"), enough=0, steps=False, say=said.append
     )
     assert [(one.collective, one.ranks, one.level, one.sizes) for one in found.samples] == [
         ("all_reduce", 2, "inside", sizes),
@@ -149,6 +158,36 @@ def test_the_command_writes_tables_or_json_a_preset_and_a_picture(tmp_path: Path
     }
     assert document["collectives"][1]["sizes"] == [2**10, 2**20]
     assert f"{FOUND.mesh}: 16 ranks" in run("mesh", out).out
+
+
+def test_what_two_models_take_beyond_their_work_is_overhead_of_steps_and_of_kernels() -> None:
+    config = replace(read_config(model_dir("llama-3.1-8b")), max_position_embeddings=256)
+    runs = []
+    for layers in (1, 4):
+        of_layers = replace(config, num_hidden_layers=layers, windows=(None,) * layers)
+        plan = Plan(MeshSpec(dp=8), dtype="bfloat16")
+        (step,) = make_steps(of_layers, plan, "decode", 8, 32)
+        taken = step_time(step, H200, Assumptions(kernel_overhead=2e-6, step_overhead=3e-4)).seconds
+        runs.append(Run(of_layers, plan, "decode", 8, 32, taken))
+    found = overheads(H200, runs)
+    assert (found.kernel, found.step) == (pytest.approx(2e-6), pytest.approx(3e-4))
+    # What is faster than predicted has no overhead; it is not below 0.
+    assert overheads(H200, [replace(run, seconds=1e-9) for run in runs]) == Overheads(0.0, 0.0)
+
+
+@pytest.mark.parametrize("on_cpu", [True, False])
+def test_what_a_part_of_a_model_reaches_is_found_from_a_step_of_which_the_rest_is_known(on_cpu: bool) -> None:
+    kind = load_preset("laptop-8").device if on_cpu else H200
+    device = replace(kind, efficiency={"bfloat16": 0.8, "attention": 0.25, "cache": 0.125, "experts": 0.5})
+    for trial in trials(on_cpu):
+        plan = Plan(MeshSpec.from_sizes({trial.axis: 8}), dtype="bfloat16", chunk=trial.tokens)
+        requests = 8 * trial.requests
+        (step,) = make_steps(trial.config, plan, trial.phase, requests, trial.tokens)
+        taken = step_time(step, device, Assumptions(overlap=0)).seconds
+        run = Run(trial.config, plan, trial.phase, requests, trial.tokens, taken)
+        assert efficiency_of(trial, run, device) == pytest.approx(device.efficiency[trial.efficiency], rel=1e-3)
+        assert efficiency_of(trial, replace(run, seconds=1e-9), device) == 1
+        assert efficiency_of(trial, replace(run, seconds=1e9), device) == pytest.approx(1e-3)
 
 
 def test_several_lines_are_written_and_read(tmp_path: Path) -> None:

@@ -87,6 +87,25 @@ def test_a_tpu_reduce_scatter_is_known_inside_its_fusion_with_the_padding_and_th
     assert (shift.collective, shift.axes, shift.message_bytes) == ("ppermute", ("tp",), 392 * 4096 * 2)
 
 
+def test_what_a_compiler_has_written_anew_has_the_scope_of_the_value_that_it_takes() -> None:
+    text = """
+%all-reduce-scatter (input: f32[16,2]) -> f32[4,2] {
+  %input = f32[16,2]{1,0} parameter(0)
+  %sum = f32[16,2]{1,0} all-reduce(%input), replica_groups={{0,1,2,3}}, to_apply=%add
+  ROOT %part = f32[4,2]{1,0} dynamic-slice(%sum, %input), dynamic_slice_sizes={4,2}
+}
+
+ENTRY %main (x: f32[16,2]) -> f32[4,2] {
+  %x = f32[16,2]{1,0} parameter(0)
+  %made = f32[16,2]{1,0} negate(%x), metadata={op_name="jit(f)/layer_0/ffn:psum/dot_general"}
+  %moved = f32[16,2]{1,0} copy(%made)
+  ROOT %scattered = f32[4,2]{1,0} fusion(%moved), kind=kCustom, calls=%all-reduce-scatter
+}
+"""
+    (row,) = parse_collectives(text, {"tp": 4})
+    assert (row.collective, row.sublayer, row.strategy) == ("reduce_scatter", "ffn", "psum")
+
+
 def test_a_backend_configuration_may_run_over_lines() -> None:
     text = (TEXTS / "cpu_jax_0.12.txt").read_text()
     spread = text.replace('{"known_trip_count":', '{\n"fusions":[\n]},\n{"known_trip_count":')

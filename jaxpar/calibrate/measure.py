@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -11,14 +12,17 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from jaxpar.calibrate.clock import ENOUGH, median_seconds
+from jaxpar.calibrate.overheads import LAYERS, narrow, overheads
 from jaxpar.calibrate.programs import COLLECTIVES, Loop, collective, nothing, product, triad
-from jaxpar.calibrate.result import Calibration, Overheads, Rate, Sample
+from jaxpar.calibrate.result import Calibration, Rate, Sample
+from jaxpar.calibrate.steps import run_steps
+from jaxpar.calibrate.sublayers import efficiency_of, trials
 from jaxpar.devices import ensure_devices, make_mesh
 from jaxpar.errors import MeshError
 from jaxpar.links import Level
 from jaxpar.mesh import MeshSpec
 from jaxpar.presets import DeviceKind, Preset
-from jaxpar.tables import human_bytes
+from jaxpar.tables import counted, human_bytes
 
 SIZES = tuple(2**power for power in range(10, 27, 2))
 """Bytes of a rank's operand, 1 KiB to 64 MiB; on a CPU to 1 MiB, past which its caches end and no line goes on."""
@@ -43,7 +47,7 @@ def calibrate(
     sizes: Sequence[int] | None = None,
     collectives: Sequence[str] = tuple(COLLECTIVES),
     enough: float = ENOUGH,
-    overheads: bool = True,
+    steps: bool = True,
     say: Say = lambda text: None,
 ) -> Calibration:
     """Products, memory and every collective on the devices of a mesh.
@@ -58,7 +62,7 @@ def calibrate(
         sizes: bytes of messages, filled up to whole numbers for each rank; None: `SIZES`.
         collectives: which.
         enough: seconds after which a program has run often enough.
-        overheads: whether to run models for what steps and kernels take besides their work.
+        steps: whether to run models, for overheads and for what parts of them reach.
         say: told what is being measured.
 
     Raises:
@@ -85,7 +89,25 @@ def calibrate(
             samples.append(Sample.of(name, ranks, level, [*taken], [*taken.values()]))
     base = preset.device if preset else _kind(devices, samples)
     experts = preset.experts_over if preset else ("ep",)
-    return Calibration(spec, experts, base, tuple(rates), tuple(samples), Overheads(launch))
+    found = Calibration(spec, experts, base, tuple(rates), tuple(samples))
+    return _with_steps(found, devices, say) if steps else found
+
+
+def _with_steps(found: Calibration, devices: Sequence[jax.Device], say: Say) -> Calibration:
+    """With overheads and with what parts of a model reach, each from real steps of which the rest is predicted."""
+    replicas = MeshSpec(dp=len(devices))
+    mesh = make_mesh(replicas, devices)
+    runs = []
+    for layers in LAYERS:
+        say(f"decode steps of a narrow model of {counted(layers, 'layer')}")
+        runs.append(run_steps(mesh, replicas, narrow(layers), "decode", 1, 64))
+    found = replace(found, overheads=overheads(found.device, runs))
+    for trial in trials(devices[0].platform == "cpu"):
+        say(f"{trial.phase} steps of a layer of {trial.card}")
+        spec = MeshSpec.from_sizes({trial.axis: len(devices)})
+        run = run_steps(make_mesh(spec, devices), spec, trial.config, trial.phase, trial.requests, trial.tokens)
+        found = replace(found, reached={**found.reached, trial.efficiency: efficiency_of(trial, run, found.device)})
+    return found
 
 
 def all_devices(platform: str | None) -> MeshSpec:

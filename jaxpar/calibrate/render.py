@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rich.console import Group
+from rich.console import Group, RenderableType
 
 from jaxpar.calibrate.result import Calibration
 from jaxpar.tables import human_bytes, table
@@ -35,13 +35,17 @@ def render(calibration: Calibration) -> Group:
         for sample in calibration.samples
     ]
     columns = ("collective", "groups", "ranks", "alpha us", "1/beta GB/s", "off by", "most")
-    return Group(
+    parts: list[RenderableType] = [
         table(
             f"What a rank reaches while all {calibration.mesh.size} work ({device.kind})", ("", "size", "", ""), rates
         ),
         "",
         f"Besides its work a step takes {1e6 * device.step_overhead:.4g} us, and each kernel in it "
         f"{1e6 * device.kernel_overhead:.4g} us",
-        "",
-        table("A call of a collective: alpha + its operand's bytes times beta", columns, fits, left=2),
-    )
+        "; ".join(
+            f"{part} reach{'es' * (part != 'experts')} {value:.1%}" for part, value in calibration.reached.items()
+        ),
+    ]
+    if fits:
+        parts += ["", table("A call of a collective: alpha + its operand's bytes times beta", columns, fits, left=2)]
+    return Group(*parts)

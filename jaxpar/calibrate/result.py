@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from jaxpar.calibrate.fit import fit_lines
@@ -69,7 +69,9 @@ class Calibration:
     base: DeviceKind
     rates: tuple[Rate, ...]
     samples: tuple[Sample, ...]
-    overheads: Overheads
+    overheads: Overheads = Overheads()
+    reached: Mapping[str, float] = field(default_factory=dict)
+    """Efficiencies of attention, of reading the cache and of experts, where they were measured."""
 
     @property
     def device(self) -> DeviceKind:
@@ -86,7 +88,8 @@ class Calibration:
             efficiency={
                 dtype: min(1.0, _rounded(rate / (of_fp8 if dtype == "fp8" else peak)))
                 for dtype, rate in products.items()
-            },
+            }
+            | {part: _rounded(value) for part, value in self.reached.items()},
             memory_bandwidth=_rounded(bandwidth),
             memory_efficiency=min(1.0, _rounded(best["weights"] / bandwidth)),
             step_overhead=_rounded(self.overheads.step),

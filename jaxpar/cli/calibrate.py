@@ -25,7 +25,7 @@ def calibrate(
     platform: Platform = None,
     json: Json = False,
 ) -> None:
-    """Measure products, memory and collectives of this machine, and write them as a preset.
+    """Measure what this machine really does, as a preset.
 
     Nobody else may use the machine meanwhile. On a CPU eight devices are faked, unless --mesh asks for others; they
     share its cores, and all of them work at once. The preset is a mesh for every other command.

@@ -103,7 +103,7 @@ def _collective(module: Module, instruction: Instruction, site: Site, mesh_shape
     # others say where its pieces are.
     is_ragged = collective == "ragged_all_to_all"
     operands = [min(instruction.operands[:2], key=size)] if is_ragged else instruction.operands
-    sublayer, strategy = scope_of(instruction.op_name)
+    sublayer, strategy = scope_of(_path(instruction, site))
     return HloCollective(
         collective,
         axes,
@@ -117,6 +117,17 @@ def _collective(module: Module, instruction: Instruction, site: Site, mesh_shape
         or all(_is_promotion(module, computation, operand) for operand in operands),
         overlap=overlap_of(module, *start) if start else None,
     )
+
+
+def _path(instruction: Instruction, site: Site) -> str:
+    """The named scopes of a collective; of one that XLA has written anew, those of the value that it takes."""
+    place: tuple[Computation, Instruction | None] = (site.computation, instruction)
+    if not instruction.op_name and site.caller:
+        place = site.caller
+    computation, made = place
+    while made and not made.op_name and made.operands:
+        made = computation.instructions.get(made.operands[0])
+    return made.op_name if made else ""
 
 
 def _is_promotion(module: Module, computation: Computation, operand: str) -> bool:

@@ -17,13 +17,15 @@ Row = TypeVar("Row")
 class Site:
     """Where an instruction stands: its computation, how often that runs, and inside what.
 
-    `calls` and `per` are as in `Traffic`. `start` is the instruction that begins what runs beside other work, with the
+    `calls` and `per` are as in `Traffic`. `caller` is the instruction that runs the computation, with the one that it
+    stands in, None in the entry. `start` is the instruction that begins what runs beside other work, with the
     computation that it is in; None of what runs in turn.
     """
 
     computation: Computation
     calls: int = 1
     per: str = ""
+    caller: tuple[Computation, Instruction] | None = None
     start: tuple[Computation, Instruction] | None = None
 
 
@@ -57,12 +59,13 @@ def inside(
     """What `walk` finds in the computations that an instruction runs."""
     if instruction.opcode.endswith(("-update", "-done")):
         return []
+    caller = (site.computation, instruction)
     if instruction.opcode == "while":
         site = _in_loop(module, instruction, site)
     elif instruction.opcode.endswith("-start"):
-        site = replace(site, start=(site.computation, instruction))
+        site = replace(site, start=caller)
     inner = [
-        walk(module, visit, weigh, replace(site, computation=module.computations[called]))
+        walk(module, visit, weigh, replace(site, computation=module.computations[called], caller=caller))
         for names in instruction.called.values()
         for called in names
     ]

@@ -55,13 +55,18 @@ class Routed(NamedTuple):
     tokens: int
 
 
-def attended(step: Step, context: Context) -> Attended:
-    """Attention's work; ranks of cp have equal parts of it, but for contiguous chunks, whose last rank has most."""
+def attended(step: Step, context: Context, skips: bool = True) -> Attended:
+    """Attention's work; ranks of cp have equal parts of it, but for contiguous chunks, whose last rank has most.
+
+    Unless it `skips` what the mask hides, every query meets every key, and all ranks have as much.
+    """
     config, plan, heads = step.config, step.plan, step.heads
     cp, mla = plan.mesh.cp, config.mla
     per_layer = step.layers / config.num_hidden_layers
     seen, read = (per_layer * count for count in _seen(config, context))
-    if step.phase == "prefill" and plan.layout == "contiguous" and cp > 1:
+    if not skips:
+        seen, read = step.layers * context.fresh * context.after, step.layers * context.after
+    elif step.phase == "prefill" and plan.layout == "contiguous" and cp > 1:
         seen *= _last_rank(context, cp)
     strategy = chosen(step)[f"{step.phase}_attention"]
     share = strategy.share(step, 0)

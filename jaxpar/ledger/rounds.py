@@ -67,6 +67,8 @@ def count_rounds(step: Step, loads: np.ndarray | None) -> Rounds:
 
 def all_rounds(row: Traffic, rounds: Rounds) -> Traffic:
     """A row per iteration -> that of all iterations of all layers, of which each has an equal part; `per` stays."""
+    if not row.per:
+        return row
     factor = _iterations(row.per, rounds)
     return replace(row, calls=int(row.calls * factor), sent_bytes=int(row.sent_bytes * factor))
 

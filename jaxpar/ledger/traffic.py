@@ -103,11 +103,15 @@ def steps_of(collective: str) -> int:
 
 def merge(rows: Iterable[Traffic]) -> list[Traffic]:
     """Rows that differ only in their calls become one, in the order in which each first stands."""
-    merged: dict[Traffic, Traffic] = {}
+    merged: dict[tuple[Any, ...], Traffic] = {}
     for row in rows:
-        key = replace(row, calls=0, sent_bytes=0)
-        seen = merged.get(key, key)
-        merged[key] = replace(row, calls=seen.calls + row.calls, sent_bytes=seen.sent_bytes + row.sent_bytes)
+        key = row.sublayer, row.strategy, row.collective, row.axes, row.message_bytes, row.per, row.ranks
+        seen = merged.get(key)
+        merged[key] = (
+            row
+            if seen is None
+            else replace(row, calls=seen.calls + row.calls, sent_bytes=seen.sent_bytes + row.sent_bytes)
+        )
     return list(merged.values())
 
 

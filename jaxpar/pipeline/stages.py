@@ -58,18 +58,35 @@ def slots_of(config: ModelConfig, plan: Plan) -> Slots:
     Raises:
         PlanError: those of `layers_of_stages`.
     """
-    with_experts = config.moe.layers if config.moe is not None else (False,) * config.num_hidden_layers
-    return aligned(layers_of_stages(config, plan), tuple(with_experts))
+    return aligned(layers_of_stages(config, plan), _with_experts(config))
+
+
+def kinds_of(config: ModelConfig, plan: Plan) -> tuple[tuple[Layers | None, Layers | None], ...]:
+    """`by_kind` of each slot.
+
+    Raises:
+        PlanError: those of `layers_of_stages`.
+    """
+    return _kinds(layers_of_stages(config, plan), _with_experts(config))
 
 
 def by_kind(config: ModelConfig, layers: Layers) -> tuple[Layers | None, Layers | None]:
     """A slot's layers with a dense FFN, and those with experts; None where there is none of a kind."""
+    return _by_kind(_with_experts(config), layers)
 
+
+def _with_experts(config: ModelConfig) -> tuple[bool, ...]:
+    return tuple(config.moe.layers) if config.moe is not None else (False,) * config.num_hidden_layers
+
+
+@lru_cache(maxsize=64)
+def _kinds(counts: tuple[int, ...], kinds: tuple[bool, ...]) -> tuple[tuple[Layers | None, Layers | None], ...]:
+    return tuple(_by_kind(kinds, layers) for layers in aligned(counts, kinds))
+
+
+def _by_kind(kinds: tuple[bool, ...], layers: Layers) -> tuple[Layers | None, Layers | None]:
     def of(experts: bool) -> Layers | None:
-        kinds = () if config.moe is None else config.moe.layers
-        held = tuple(
-            layer if layer is not None and (bool(kinds) and kinds[layer]) == experts else None for layer in layers
-        )
+        held = tuple(layer if layer is not None and kinds[layer] == experts else None for layer in layers)
         return None if held == (None,) * len(layers) else held
 
     return of(False), of(True)

@@ -40,9 +40,16 @@ class Assumptions:
     memory_efficiency: float | None = _says(
         None, "part of the memory's bandwidth that is reached (the device's, or 0.8)"
     )
-    attention_efficiency: float = _says(0.3, "part of the peak that prefill attention reaches")
-    cache_efficiency: float = _says(0.55, "part of the memory's bandwidth at which decode attention reads the cache")
-    expert_efficiency: float = _says(0.45, "what products of experts reach of what dense ones do")
+    attention_efficiency: float | None = _says(
+        None, "part of the peak that prefill attention reaches (the device's, or 0.3)"
+    )
+    cache_efficiency: float | None = _says(
+        None, "part of the memory's bandwidth at which decode attention reads the cache (the device's, or 0.85)"
+    )
+    skip_masked: bool = _says(True, "whether attention leaves out keys that no query of a tile sees")
+    expert_efficiency: float | None = _says(
+        None, "what products of experts reach of what dense ones do (the device's, or 0.45)"
+    )
     expert_tile: int = _says(64, "rows up to which each expert's products are filled")
     fused: bool = _says(
         False, "whether rows are rounded to 8 bits, and go to experts and back, in no pass of their own"

@@ -48,9 +48,11 @@ class Cluster:
         name, colon, count = text.strip().rpartition(":")
         if not colon:
             name, count = text.strip(), ""
-        if name in preset_names() or name.endswith(".toml"):
-            return _of_preset(name, count)
         kind, dash, sizes = text.strip().partition("-")
+        is_preset = name in preset_names() or name.endswith(".toml")
+        # A node of a kind may have the name of a preset, which then has nothing to add.
+        if is_preset and not (kind in KINDS and sizes.isdecimal() and _is_a_node(KINDS[kind], int(sizes))):
+            return _of_preset(name, count)
         if not dash or kind not in KINDS or not re.fullmatch(r"[1-9][0-9]{0,6}(x[1-9][0-9]{0,6})*", sizes):
             known = f"the kinds are {', '.join(KINDS)}, the presets {', '.join(preset_names())}"
             raise MeshError(f"cluster {shown(text)}: {_EXAMPLE}; {known}")
@@ -70,6 +72,10 @@ class Cluster:
     def links(self) -> Links:
         """What a plan takes over."""
         return self.device.links
+
+
+def _is_a_node(kind: DeviceKind, devices: int) -> bool:
+    return kind.topology == "switch" and devices <= kind.devices_per_node
 
 
 def _of_kind(text: str, name: str, sizes: tuple[int, ...]) -> Cluster:

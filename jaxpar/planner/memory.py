@@ -104,20 +104,25 @@ def cache_of(config: ModelConfig, plan: Plan, tokens: int, assumed: Assumptions,
 
 
 def most_requests(config: ModelConfig, plan: Plan, device: DeviceKind, workload: Workload, assumed: Assumptions) -> int:
-    """The most requests in all whose cache fits besides everything else; 0 where the weights alone do not fit."""
+    """The most requests in all whose cache fits besides everything else; 0 where the weights alone do not fit.
+
+    Of the numbers of lanes that the engine runs: 1, 2, 4, 8 and multiples of 8 on each replica.
+    """
     replicas = plan.mesh.dp * plan.mesh.ep
 
-    def fits(lanes: int) -> bool:
-        return memory_of(config, plan, device, workload, assumed, lanes * replicas).fits
+    def left(lanes: int) -> int:
+        return -memory_of(config, plan, device, workload, assumed, lanes * replicas).over
 
-    if not fits(1):
-        return 0
-    one = cache_of(config, plan, workload.longest, assumed, replicas)
-    least, most = 1, max(2, device.memory_bytes // max(one, 1) + 1)
-    while most - least > 1:
-        middle = (least + most) // 2
-        least, most = (middle, most) if fits(middle) else (least, middle)
-    return least * replicas
+    if left(8) < 0:
+        return max((lanes for lanes in (1, 2, 4) if left(lanes) >= 0), default=0) * replicas
+    # Bytes are nearly a line in the number of lanes: look where it ends, then step by step.
+    each = max((left(8) - left(64)) / 56, 1.0)
+    lanes = 8 * max(1, int(left(8) / each / 8) + 1)
+    while lanes > 8 and left(lanes) < 0:
+        lanes -= 8 * max(1, int(-left(lanes) / each / 8))
+    while left(lanes + 8) >= 0:
+        lanes += 8
+    return max(lanes, 8) * replicas
 
 
 @lru_cache(maxsize=4096)
@@ -131,9 +136,15 @@ def _pages(plan: Plan, tokens: int) -> int:
     return pages_of(Held("prefill", 1, tokens, plan).each(tokens)[0], plan)
 
 
+@lru_cache(maxsize=4096)
+def _keys(plan: Plan, tokens: int) -> int:
+    """Positions that page tables list of a request of so many tokens."""
+    return Held("prefill", 1, tokens, plan).keys(tokens)
+
+
 def _decode_step(config: ModelConfig, plan: Plan, workload: Workload, batch: int) -> Step:
     """Of the longest context; its page tables are as wide as the longest request needs."""
-    keys = Held("prefill", 1, workload.longest, plan).keys(workload.longest)
+    keys = _keys(plan, workload.longest)
     return Step(config, plan, "decode", lanes_of(batch, plan), 1, keys).batches[0]
 
 
@@ -141,10 +152,9 @@ def _decode_step(config: ModelConfig, plan: Plan, workload: Workload, batch: int
 def _prefill_buffers(config: ModelConfig, plan: Plan, workload: Workload) -> tuple[int, int]:
     """Of the last chunk of a prompt, one on each replica."""
     taken = max(prefill_steps([workload.fresh], plan), key=lambda step: step.tokens)
-    keys = Held("prefill", 1, workload.input, plan).keys(workload.input)
+    keys = _keys(plan, workload.input)
     return _buffers(Step(config, plan, "prefill", taken.lanes, taken.tokens, keys).batches[0])
 
 
-@lru_cache(maxsize=65536)
 def _buffers(step: Step) -> tuple[int, int]:
     return activation_bytes(step), dispatch_bytes(step)

@@ -10,6 +10,7 @@ from jaxpar.presets import DeviceKind
 TYPICAL_MATMUL = 0.75
 TYPICAL_FP8 = 0.5
 TYPICAL_MEMORY = 0.8
+TYPICAL_ATTENTION, TYPICAL_CACHE, TYPICAL_EXPERTS = 0.3, 0.85, 0.45
 TYPICAL_KERNEL = 3e-6
 """What engines reach on devices that nobody has measured here."""
 
@@ -43,10 +44,10 @@ def rates_of(device: DeviceKind, assumed: Assumptions, dtype: str) -> Rates:
     return Rates(
         matrices=matrices,
         wide=wide,
-        attention=peak * assumed.attention_efficiency,
-        experts=matrices * assumed.expert_efficiency,
+        attention=peak * (assumed.attention_efficiency or device.efficiency.get("attention") or TYPICAL_ATTENTION),
+        experts=matrices * (assumed.expert_efficiency or device.efficiency.get("experts") or TYPICAL_EXPERTS),
         memory=device.memory_bandwidth * reached,
-        cache=device.memory_bandwidth * assumed.cache_efficiency,
+        cache=device.memory_bandwidth * (assumed.cache_efficiency or device.efficiency.get("cache") or TYPICAL_CACHE),
         weight_bytes=NUMBER_BYTES[weights],
         kv_bytes=NUMBER_BYTES[assumed.kv_dtype or dtype],
         row_bytes=NUMBER_BYTES[dtype],

@@ -33,7 +33,7 @@ KERNELS = {
     "elementwise": 2,
     "attention": 3,  # queries, keys and values; rotation and the cache's store; the output projection
     "prefill_attention": 1,
-    "decode_attention": 2,  # parts of the keys, and their merge
+    "decode_attention": 6,  # many short pieces of keys, and their merge: that long where there is little to read
     "ffn": 3,  # gate and up, the gate's product, down
     "moe": 2,  # the router and the choice of experts
     "experts": 6,  # sort, rows to experts, gate and up, the gate's product, down, and the weighted sum
@@ -104,7 +104,7 @@ def parts_of(
         PlanError: a strategy that refuses the step's shapes.
     """
     rates = rates_of(device, assumed, step.plan.dtype)
-    of_attention = attended(step, context)
+    of_attention = attended(step, context, assumed.skip_masked)
     of_experts = routed(step, assumed.imbalance) if step.moe_layers else None
     moved = predict_moved(step, of_attention, of_experts)
     flops, compute = _computed(step, of_attention, of_experts, rates, assumed)

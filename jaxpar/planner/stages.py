@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from jaxpar.checkpoint.config import ModelConfig
-from jaxpar.pipeline.stages import by_kind, slots_of
+from jaxpar.pipeline.stages import kinds_of, slots_of
 from jaxpar.plan import Plan
 from jaxpar.planner.roofline import Part
 
@@ -31,7 +31,7 @@ def slowest_stage(parts: Sequence[Part], config: ModelConfig, plan: Plan) -> lis
 def _shares(config: ModelConfig, plan: Plan) -> list[dict[str, float]]:
     """For each stage the part of all slots' work that it has, by part of the step."""
     slots = slots_of(config, plan)
-    kinds = [by_kind(config, layers) for layers in slots]
+    kinds = kinds_of(config, plan)
     dense, experts = ([kind[i] for kind in kinds if kind[i] is not None] for i in (0, 1))
     found = []
     for stage in range(plan.mesh.pp):

@@ -9,7 +9,7 @@ m + p - 1 ticks, of which (p - 1) / (m + p - 1) are the bubble.
 from __future__ import annotations
 
 from collections import defaultdict
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Any
 
@@ -222,20 +222,15 @@ def transfer_seconds(
     Each rank sends what it holds, copies among ranks of tp once: pages of cp, layers of pp, heads of tp go at once.
     """
     bandwidth = assumed.transfer_bandwidth or device.internode_bandwidth
+    sharing = plan.mesh.pp * plan.mesh.cp * min(plan.mesh.tp, 1 if config.mla else config.num_key_value_heads)
     whole = cache_bytes(config, workload.input, assumed, plan.dtype)
-    once = values_a_token(config, Plan(mesh=replace(plan.mesh, tp=1)))
-    sharing = plan.mesh.pp * plan.mesh.cp * min(plan.mesh.tp, _kv_heads(config))
-    return device.internode_latency + whole / sharing / bandwidth if once else 0.0
+    return device.internode_latency + whole / sharing / bandwidth
 
 
 def cache_bytes(config: ModelConfig, tokens: int, assumed: Assumptions, dtype: str) -> float:
     """Bytes of the keys and values, or latents, of so many tokens of a request in all layers, without copies."""
     values = tokens * config.num_hidden_layers * values_a_token(config, Plan())
     return values * NUMBER_BYTES[assumed.kv_dtype or dtype]
-
-
-def _kv_heads(config: ModelConfig) -> int:
-    return config.num_key_value_heads if config.mla is None else 1
 
 
 @lru_cache(maxsize=4096)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from jaxpar.checkpoint.config import ModelConfig, MoEConfig
 from jaxpar.heads import heads_of
 from jaxpar.moe.slots import slots_per_rank
-from jaxpar.pipeline.stages import by_kind, slots_of
+from jaxpar.pipeline.stages import kinds_of
 from jaxpar.plan import Plan
 from jaxpar.plan_checks import DTYPES
 
@@ -42,7 +42,7 @@ def weights_of(config: ModelConfig, plan: Plan) -> Weights:
     Raises:
         PlanError: more stages than layers, expert slots that do not divide, or heads that cannot be split so.
     """
-    kinds = [by_kind(config, layers) for layers in slots_of(config, plan)]
+    kinds = kinds_of(config, plan)
     slots, hidden, moe = len(kinds), config.hidden_size, config.moe
     dense, experts = (sum(kind[i] is not None for kind in kinds) for i in (0, 1))
     attention, small = _attention(config, plan)
