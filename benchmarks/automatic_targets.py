@@ -1,6 +1,7 @@
 """Explicit against automatic for accelerators: compiled for a TPU and a GPU target, neither of which is there.
 
-python -m benchmarks.automatic_targets
+python -m benchmarks.automatic_targets             compiles what is not in --kept yet
+python -m benchmarks.automatic_targets --report    tables of what there is
 """
 
 from __future__ import annotations
@@ -137,8 +138,8 @@ def figures(program: Program, sent: list[Sent], layers: int, flops: int) -> dict
     }
 
 
-def measure(kept: Kept, target: Target) -> Iterator[dict[str, Any]]:
-    """A row for each program of each contest."""
+def measure(kept: Kept, target: Target, only_kept: bool) -> Iterator[dict[str, Any]]:
+    """A row for each program of each contest; of those that are not kept each is compiled first unless `only_kept`."""
     for contest in contests():
         plan = contest.case.plan
         for name, make in contest.programs.items():
@@ -149,6 +150,8 @@ def measure(kept: Kept, target: Target) -> Iterator[dict[str, Any]]:
                 return function.lower(*arguments).compile()
 
             label = f"{contest.work}: {name} on {target}"
+            if only_kept and not kept.has(label):
+                continue
             program, took = kept.program(label, compiled)
             print(f"{label}: compiled in {took:.0f} s", file=sys.stderr, flush=True)
             module = parse_module(program.text)
@@ -193,8 +196,13 @@ def _draw(rows: list[dict[str, Any]], path: Path) -> None:
         found = [r for r in rows if (r["work"], r["target"]) == (work, target)]
         return min(r["sent_bytes"] for r in found if (r["program"] == "explicit") == explicit)
 
-    works = list(dict.fromkeys(row["work"] for row in rows))
     targets = list(dict.fromkeys(row["target"] for row in rows))
+    both = {(row["work"], row["target"], row["program"] == "explicit") for row in rows}
+    works = [
+        work
+        for work in dict.fromkeys(row["work"] for row in rows)
+        if all((work, target, side) in both for target in targets for side in (True, False))
+    ]
     draw_bars(
         path,
         "Bytes that a rank sends: XLA's best automatic program over the explicit one",
@@ -211,9 +219,10 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder for the results")
     parser.add_argument("--kept", type=Path, default=Path("out/compiled"), help="folder of what is compiled already")
     parser.add_argument("--targets", nargs="+", default=list(TARGETS), help="such as v5p:2x2x2 h200:1x1x8")
+    parser.add_argument("--report", action="store_true", help="compile nothing")
     options = parser.parse_args()
-    kept = Kept(options.kept)
-    report([row for text in options.targets for row in measure(kept, Target.parse(text))], options.out)
+    kept, targets = Kept(options.kept), [Target.parse(text) for text in options.targets]
+    report([row for target in targets for row in measure(kept, target, options.report)], options.out)
 
 
 if __name__ == "__main__":
