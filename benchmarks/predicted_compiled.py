@@ -127,6 +127,7 @@ def compare(case: Case, target: str, program: Program, took: float) -> Row:
     """Hold what was compiled against closed forms."""
     step, module = case.step, parse_module(program.text)
     traffic, found = predict_traffic(step), collectives_of(module, step.plan.mesh.sizes)
+    in_place = step.phase == "decode" and "tpu_custom_call" in program.text and step.config.mla is None
     return Row(
         case,
         target,
@@ -135,7 +136,7 @@ def compare(case: Case, target: str, program: Program, took: float) -> Row:
         sum(compiled_flops(module).values()),
         predicted_bytes(case),
         compiled_bytes(module),
-        max(activation_bytes(one) + dispatch_bytes(one) for one in step.batches),
+        max(activation_bytes(one, in_place) + dispatch_bytes(one) for one in step.batches),
         program,
         {sublayer: strategy.name for sublayer, strategy in chosen(step.batches[0]).items()},
         took,
