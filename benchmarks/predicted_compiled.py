@@ -187,8 +187,16 @@ def report(rows: list[Row], out: Path) -> None:
     cells = [_cells(row) for row in rows]
     show("Predicted against compiled, of one rank", columns, cells, left=4)
     if out == RESULTS:
-        fill(DOCS / "accelerators.md", "predicted_compiled", markdown(columns, cells, left=4))
+        fill(DOCS / "accelerators.md", "predicted_compiled", f"{_summary(rows)}\n\n{markdown(columns, cells, left=4)}")
     write(out, "predicted_compiled", {"rows": [row.to_json() for row in rows]})
+
+
+def _summary(rows: list[Row]) -> str:
+    """How many there are, and what misses its goal."""
+    misses = [f"- {row.case.name} on {row.target}: {'; '.join(row.problems)}" for row in rows if row.problems]
+    equal = sum(row.sent.equal for row in rows)
+    line = f"{len(rows)} programs: {equal} send the predicted bytes, a pass explains the others; {len(misses)} miss a goal."
+    return "\n".join([line, *(["", *misses] if misses else [])])
 
 
 def _cells(row: Row) -> tuple[str, ...]:
