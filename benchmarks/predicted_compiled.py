@@ -195,7 +195,8 @@ def _summary(rows: list[Row]) -> str:
     """How many there are, and what misses its goal."""
     misses = [f"- {row.case.name} on {row.target}: {'; '.join(row.problems)}" for row in rows if row.problems]
     equal = sum(row.sent.equal for row in rows)
-    line = f"{len(rows)} programs: {equal} send the predicted bytes, a pass explains the others; {len(misses)} miss a goal."
+    line = f"{len(rows)} programs: {equal} send the predicted bytes, a pass explains the others"
+    line += f"; {len(misses)} with a goal missed:" if misses else "."
     return "\n".join([line, *(["", *misses] if misses else [])])
 
 
