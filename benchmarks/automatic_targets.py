@@ -210,6 +210,7 @@ def _draw(rows: list[dict[str, Any]], path: Path) -> None:
         [work.replace(", ", "\n") for work in works],
         {t: [Spread(*[sent(w, t, False) / max(sent(w, t, True), 1)] * 3) for w in works] for t in targets},
         parity=True,
+        log=True,
     )
 
 

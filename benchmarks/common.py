@@ -152,8 +152,12 @@ def draw_bars(
     labels: Sequence[str],
     series: Mapping[str, Sequence[Spread]],
     parity: bool = False,
+    log: bool = False,
 ) -> None:
-    """Draw grouped bars of medians, each with a line from the smallest to the largest round; `parity`: and one at 1."""
+    """Draw grouped bars of medians, each with a line from the smallest to the largest round; `parity`: and one at 1.
+
+    `log`: the quantity on a logarithmic axis.
+    """
     from matplotlib.figure import Figure
 
     drawing = Figure(figsize=(max(6.0, 0.6 * len(labels) * len(series) + 2), 3.8), layout="constrained")
@@ -168,6 +172,8 @@ def draw_bars(
         axes.bar_label(bars, [figure(middle) for middle in middles], padding=2, fontsize=7)
     if parity:
         axes.axhline(1, color="#444", linewidth=0.8, linestyle="--")
+    if log:
+        axes.set_yscale("log")
     axes.set_xticks(range(len(labels)), labels, fontsize=8)
     axes.set_ylabel(quantity)
     axes.set_title(title, loc="left", fontsize=10)
