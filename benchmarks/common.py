@@ -22,7 +22,8 @@ from jaxpar.tables import table
 Turn = Callable[[], float]
 """Does the work once and returns the seconds that it took."""
 
-_RESULTS = Path(__file__).parent / "results"
+RESULTS = Path(__file__).parent / "results"
+"""Where benchmarks write unless told otherwise."""
 _COLORS = ("#2c5f8a", "#d98c3f", "#7a9e4f", "#8c5a8c", "#999999")
 
 
@@ -127,7 +128,7 @@ def arguments(description: str, rounds: int) -> argparse.ArgumentParser:
     """A command line with what all benchmarks take."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     parser.add_argument("--rounds", type=int, default=rounds, help="turns that everyone takes")
-    parser.add_argument("--out", type=Path, default=_RESULTS, help="folder for the JSON and the picture")
+    parser.add_argument("--out", type=Path, default=RESULTS, help="folder for the JSON and the picture")
     return parser
 
 
@@ -151,8 +152,12 @@ def draw_bars(
     labels: Sequence[str],
     series: Mapping[str, Sequence[Spread]],
     parity: bool = False,
+    log: bool = False,
 ) -> None:
-    """Draw grouped bars of medians, each with a line from the smallest to the largest round; `parity`: and one at 1."""
+    """Draw grouped bars of medians, each with a line from the smallest to the largest round; `parity`: and one at 1.
+
+    `log`: the quantity on a logarithmic axis.
+    """
     from matplotlib.figure import Figure
 
     drawing = Figure(figsize=(max(6.0, 0.6 * len(labels) * len(series) + 2), 3.8), layout="constrained")
@@ -167,6 +172,8 @@ def draw_bars(
         axes.bar_label(bars, [figure(middle) for middle in middles], padding=2, fontsize=7)
     if parity:
         axes.axhline(1, color="#444", linewidth=0.8, linestyle="--")
+    if log:
+        axes.set_yscale("log")
     axes.set_xticks(range(len(labels)), labels, fontsize=8)
     axes.set_ylabel(quantity)
     axes.set_title(title, loc="left", fontsize=10)

@@ -96,8 +96,8 @@ class Attention(nnx.Module):
             ring = Ring(step.plan.sublayer("attention", step.phase).ring_in, "attention")
             together = self.qkv(x, ring)[: step.positions.size]
             q, both = together[:, : heads * size], together[:, heads * size :]
-        q, both = (y.reshape(step.positions.size, -1, size) for y in (q, both))
-        k, v = both[:, :kv], both[:, kv:]
+        k, v = both[:, : kv * size], both[:, kv * size :]
+        q, k, v = (y.reshape(step.positions.size, -1, size) for y in (q, k, v))
         if self.q_norm is not None and self.k_norm is not None:
             of_q, of_k = head_dim.mean_squares(q, k, step.plan, step.phase, self.heads, self.head_dim)
             q = rms_norm(q, self.q_norm[0], self.eps, fixed, of_q)

@@ -63,11 +63,12 @@ class MLP(nnx.Module):
         return on_stages(self.present, self.pipeline, lambda: self._part(x, split, ring_in, ring_out))
 
     def _part(self, x: jax.Array, split: tuple[str, ...], ring_in: Ring, ring_out: Ring) -> jax.Array:
-        width = self.gate_up.weight[0].shape[0] // 2
         if not split:
             both = self.gate_up(x, ring_in)
+            width = both.shape[1] // 2
             hidden = by_row(gated, both[:, :width], both[:, width:], fixed=self.down.fixed)
             return self.down(hidden.astype(x.dtype), ring_out)
+        width = self.gate_up.weight[0].shape[0] // 2
         mine = share_of(width, split)
         gate, up = (self.gate_up.rows(x, start, mine.count) for start in (mine.start, width + mine.start))
         own = jnp.arange(mine.count)[None, :] >= mine.skip

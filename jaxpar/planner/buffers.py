@@ -12,11 +12,14 @@ from jaxpar.strategies import Step
 _WIDE = 4
 
 
-def activation_bytes(step: Step) -> int:
-    """Bytes of a rank: the residual rows twice, the sublayer that holds most, and the logits."""
+def activation_bytes(step: Step, in_place: bool = False) -> int:
+    """Bytes of a rank: the residual rows twice, the sublayer that holds most, and the logits.
+
+    `in_place`: attention reads pages where they lie, as kernels of decode do, and gathers none.
+    """
     config, item, rows = step.config, step.itemsize, step.rows
     residual = 3 * step.passed_rows * step.row_bytes
-    sizes = [_attention(step)]
+    sizes = [_attention(step) - (sum(step.bag_bytes) if in_place else 0)]
     if step.dense_layers:
         sizes.append(rows * step.width_share("ffn", config.intermediate_size) * (2 * _WIDE + item))
     if config.moe is not None:

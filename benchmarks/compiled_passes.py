@@ -1,0 +1,76 @@
+"""Which pass of XLA makes a compiled program's collectives differ from what the plan asks for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from jaxpar.ledger.compiled import Change
+from jaxpar.ledger.hlo import HloCollective
+from jaxpar.ledger.traffic import Traffic
+
+MERGED = "combiner: several collectives in one call, the same bytes"
+SPLIT = "decomposer: one collective in several calls, the same bytes"
+SCATTER = "reduce-scatter decomposer: all-reduce and slice, twice the bytes"
+PROMOTED = "float normalization: 16-bit sums sent as float32"
+REUSED = "common subexpressions and dead code: what is asked for twice, or not used, is sent once, or not"
+
+
+@dataclass(frozen=True)
+class Bytes:
+    """What a rank sends: as predicted, as compiled, and the passes that explain a difference; `unexplained`: none does.
+
+    Bytes are those of one iteration in loops whose trips are known only when they run, which stand under both sides.
+    """
+
+    predicted: int
+    compiled: int
+    passes: tuple[str, ...]
+    unexplained: tuple[str, ...]
+
+    @property
+    def equal(self) -> bool:
+        """Whether the same bytes are sent."""
+        return self.predicted == self.compiled
+
+
+def explain(predicted: Iterable[Traffic], found: Iterable[HloCollective], changes: list[Change]) -> Bytes:
+    """Name the pass behind each of `changes` (of `compare_compiled`)."""
+    before = sum(row.sent_bytes for row in predicted)
+    after = sum(row.sent_bytes for row in found if row.axes != ())
+    passes: dict[str, None] = {}
+    unexplained: list[str] = []
+    left = [change for change in changes if not _scattered(change, changes)]
+    if len(left) < len(changes):
+        passes.setdefault(SCATTER)
+    for change in left:
+        name = _pass(change)
+        if name:
+            passes.setdefault(name)
+        else:
+            unexplained.append(str(change))
+    return Bytes(before, after, tuple(passes), tuple(unexplained))
+
+
+def _pass(change: Change) -> str:
+    match change.change:
+        case "merged":
+            return MERGED
+        case "split":
+            return SPLIT
+        case "promoted":
+            return PROMOTED
+        case "removed":
+            return REUSED
+    return ""
+
+
+def _scattered(change: Change, changes: list[Change]) -> bool:
+    """Whether it is one side of reduce-scatters that became all-reduces of the same operands over the same axes."""
+    if change.collective not in ("reduce_scatter", "all_reduce"):
+        return False
+    both = {c.collective: c for c in changes if (c.axes, c.per) == (change.axes, change.per)}
+    if not {"reduce_scatter", "all_reduce"} <= both.keys():
+        return False
+    gone, come = both["reduce_scatter"], both["all_reduce"]
+    return gone.traced_bytes - gone.compiled_bytes == come.compiled_bytes - come.traced_bytes

@@ -1,0 +1,24 @@
+"""The planner's estimate of what a step holds besides weights and cache."""
+
+from __future__ import annotations
+
+from jaxpar.assets import model_dir
+from jaxpar.checkpoint import read_config
+from jaxpar.mesh import MeshSpec
+from jaxpar.plan import Plan
+from jaxpar.planner.buffers import activation_bytes
+from jaxpar.strategies import Step
+
+
+def step(keys: int) -> Step:
+    config, plan = read_config(model_dir("llama-3-70b")), Plan(MeshSpec(tp=8), dtype="bfloat16")
+    return Step(config, plan, "decode", 64, 1, keys)
+
+
+def test_a_decode_step_gathers_the_pages_of_one_layer() -> None:
+    pages = 2 * 64 * 4096 * 128 * 2  # keys and values, requests, positions, the head's size, bytes
+    assert activation_bytes(step(8192)) - activation_bytes(step(4096)) == pages
+
+
+def test_where_a_kernel_reads_pages_in_place_nothing_grows_with_the_context() -> None:
+    assert activation_bytes(step(8192), in_place=True) == activation_bytes(step(4096), in_place=True)
