@@ -34,7 +34,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxpar.attention import local
 from jaxpar.attention.bind import bound
-from jaxpar.attention.cache import Cache, Planes, cache_shapes
+from jaxpar.attention.cache import Cache, cache_shapes
 from jaxpar.attention.planes import planes_of
 from jaxpar.attention.store import PagedStore
 from jaxpar.batch import StepBatch, StepOutput, batch_shapes
