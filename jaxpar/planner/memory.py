@@ -78,7 +78,7 @@ def memory_of(
     matrix = NUMBER_BYTES[assumed.weight_dtype or plan.dtype]
     of_prefill, of_decode = (
         _prefill_buffers(config, plan, workload),
-        _buffers(_decode_step(config, plan, workload, batch)),
+        _decode_buffers(config, plan, device, workload, batch),
     )
     return DeviceMemory(
         {
@@ -146,10 +146,14 @@ def _keys(plan: Plan, tokens: int) -> int:
     return Held("prefill", 1, tokens, plan).keys(tokens)
 
 
-def _decode_step(config: ModelConfig, plan: Plan, workload: Workload, batch: int) -> Step:
+def _decode_buffers(
+    config: ModelConfig, plan: Plan, device: DeviceKind, workload: Workload, batch: int
+) -> tuple[int, int]:
     """Of the longest context; its page tables are as wide as the longest request needs."""
-    keys = _keys(plan, workload.longest)
-    return Step(config, plan, "decode", lanes_of(batch, plan), 1, keys).batches[0]
+    step = Step(config, plan, "decode", lanes_of(batch, plan), 1, _keys(plan, workload.longest)).batches[0]
+    # Kernels of accelerators read pages where they lie; latents are gathered (`kernels/attention.py`).
+    in_place = device.kind != "cpu" and config.mla is None
+    return activation_bytes(step, in_place), dispatch_bytes(step)
 
 
 @lru_cache(maxsize=4096)
@@ -157,8 +161,5 @@ def _prefill_buffers(config: ModelConfig, plan: Plan, workload: Workload) -> tup
     """Of the last chunk of a prompt, one on each replica."""
     taken = max(prefill_steps([workload.fresh], plan), key=lambda step: step.tokens)
     keys = _keys(plan, workload.input)
-    return _buffers(Step(config, plan, "prefill", taken.lanes, taken.tokens, keys).batches[0])
-
-
-def _buffers(step: Step) -> tuple[int, int]:
+    step = Step(config, plan, "prefill", taken.lanes, taken.tokens, keys).batches[0]
     return activation_bytes(step), dispatch_bytes(step)
