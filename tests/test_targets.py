@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 from importlib.metadata import PackageNotFoundError
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -93,6 +95,21 @@ def test_a_gpu_compiler_of_another_version_than_jax_is_refused(monkeypatch: pyte
     monkeypatch.setattr(targets, "version", lambda name: "0.12.0" if name == "jax" else "0.11.1")
     with pytest.raises(MeshError, match=r"jax-cuda13-pjrt 0\.11\.1 does not go with JAX 0\.12\.0.*==0\.12\.0$"):
         require_compiler(Target.parse("h200:1x1x8"))
+
+
+def test_without_cudas_assembler_and_library_a_gpu_compiler_would_crash_and_is_not_asked(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(targets, "version", lambda name: "0.12.0")
+    monkeypatch.setattr(targets, "find_spec", lambda name: SimpleNamespace(submodule_search_locations=[tmp_path]))
+    monkeypatch.setattr(targets, "CUDA", tmp_path / "none")
+    with pytest.raises(MeshError, match=r"^ptxas and libdevice, .* pip install 'jaxpar\[gpu-compile\]'"):
+        require_compiler(Target.parse("h200:1x1x8"))
+    for needed in ("bin/ptxas", "nvvm/libdevice/libdevice.10.bc"):
+        path = tmp_path / "cu13" / needed
+        path.parent.mkdir(parents=True)
+        path.touch()
+    require_compiler(Target.parse("h200:1x1x8"))
 
 
 @pytest.mark.parametrize("name", GPUS)

@@ -3,8 +3,8 @@
     v5p:2x2x4      a TPU slice, chips along each dimension of its torus
     h200:1x4x8     slices x hosts x GPUs of a host
 
-The compilers are XLA's own, from packages of their own: libtpu, and the CUDA plugin, which needs neither a driver nor
-CUDA's libraries.
+The compilers are XLA's own, from packages of their own: libtpu, and the CUDA plugin, which needs no driver, and of CUDA
+the assembler (ptxas) and the device library that nvcc comes with.
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Any, Literal
 
 import jax
@@ -31,6 +33,9 @@ from jaxpar.presets import DeviceKind
 from jaxpar.values import shown
 
 Platform = Literal["tpu", "gpu"]
+
+CUDA = Path("/usr/local/cuda")
+"""Where CUDA itself is installed."""
 
 _EXAMPLES = "write v5p:2x2x4 (chips of a TPU slice) or h200:1x4x8 (slices x hosts x GPUs of a host)"
 
@@ -159,6 +164,21 @@ def require_compiler(target: Target) -> None:
                 f"{package} {found} does not go with JAX {wanted}, which takes only its own version: "
                 f"pip install {package}=={wanted}"
             )
+    if not _cuda_tools():
+        raise MeshError(
+            "ptxas and libdevice, CUDA's assembler and device library, are not installed, and XLA:GPU crashes without: "
+            "pip install 'jaxpar[gpu-compile]' (nvidia-cuda-nvcc, nvidia-nvvm), or CUDA 13 in /usr/local/cuda"
+        )
+
+
+def _cuda_tools() -> bool:
+    """Whether ptxas and libdevice are where JAX looks: in NVIDIA's packages first, then in CUDA's own place."""
+    packages = find_spec("nvidia")
+    roots = [Path(where) / "cu13" for where in (packages and packages.submodule_search_locations) or ()]
+    return any(
+        (root / "bin" / "ptxas").exists() and (root / "nvvm" / "libdevice" / "libdevice.10.bc").exists()
+        for root in [*roots, CUDA]
+    )
 
 
 def _installed(package: str, extra: str) -> str:
