@@ -1,6 +1,9 @@
 """The one choice by backend: a function as XLA compiles it anywhere, and what has been written for one kind of device.
 
-    by_backend(q, k, v, tpu=kernel, default=tiles)      a program holds all of them until it is compiled for a platform
+    by_backend(q, k, v, tpu=kernel, default=tiles)
+
+A program on devices holds the one for their platform. One on an abstract mesh, which the ledger counts, holds all of
+them until it is compiled for a platform.
 
 An implementation gives what `default` gives, up to rounding. One that cannot take the shapes at hand is left out by the
 caller (None), who knows them; `fits` beside a kernel says which it takes. A kernel says what it costs where it is
@@ -26,7 +29,7 @@ def by_backend(
     tpu: Callable[..., T] | None = None,
     gpu: Callable[..., T] | None = None,
 ) -> T:
-    """What the implementation for the backend that the program is compiled for makes of `operands`.
+    """What the implementation for the backend that the program is for makes of `operands`.
 
     Args:
         operands: pytrees of arrays.
@@ -46,10 +49,17 @@ def by_backend(
 
         return of
 
-    own = {name: run for name, run in (("tpu", tpu), ("cuda", gpu), ("rocm", gpu)) if run is not None}
+    platform = platform_of_mesh()
+    if platform is not None:
+        return typed({"tpu": tpu, "gpu": gpu}.get(platform) or default)(*operands)
+    own = {name: typed(run) for name, run in (("tpu", tpu), ("cuda", gpu), ("rocm", gpu)) if run is not None}
     if not own:
         return typed(default)(*operands)
-    chosen: T = lax.platform_dependent(
-        *operands, **{name: typed(run) for name, run in own.items()}, default=typed(default)
-    )
+    chosen: T = lax.platform_dependent(*operands, **own, default=typed(default))
     return chosen
+
+
+def platform_of_mesh() -> str | None:
+    """That of the devices that a program is traced for: cpu, tpu or gpu; None on an abstract mesh and without one."""
+    device = jax.sharding.get_abstract_mesh().abstract_device
+    return None if device is None else str(device.platform)

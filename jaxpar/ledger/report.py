@@ -214,7 +214,8 @@ def make_ledger(
     layers = loads_of(config, loads)
     steps = make_steps(config, plan, phase, batch, seq, sampled)
     items = make_items(plan, phase, batch, seq)
-    programs = Programs(config, plan, mesh or abstract_mesh(plan.mesh))
+    # On an abstract mesh programs hold what each backend runs, of which accelerators' is counted.
+    programs = Programs(config, plan, abstract_mesh(plan.mesh))
     memory = memory_of(programs, phase, batch, seq)
     counted = [_count(programs, step, count, memory.pages, layers) for step, count in Counter(steps).items()]
     largest = max(counted, key=lambda part: part.step.tokens * part.step.keys)
@@ -230,7 +231,7 @@ def make_ledger(
         **memory._asdict(),
         latents=_latents(programs, batch * seq * values_a_token(config, Plan())) if config.mla else None,
         work=prefill_work(config, plan, seq, batch) if phase == "prefill" else None,
-        compiled=_compile(programs, mesh, largest, memory.pages) if isinstance(mesh, Mesh) else None,
+        compiled=_compile(Programs(config, plan, mesh), largest, memory.pages) if isinstance(mesh, Mesh) else None,
     )
 
 
@@ -257,13 +258,13 @@ def _count(programs: Programs, step: Step, count: int, pages: int, loads: np.nda
     return StepLedger(step, count, traffic, traced, flops, traced_flops, differences, rounds, auto)
 
 
-def _compile(programs: Programs, mesh: Mesh, part: StepLedger, pages: int) -> Compiled:
+def _compile(programs: Programs, part: StepLedger, pages: int) -> Compiled:
     step = part.step
     arguments = programs.abstract_arguments(step, pages)
     compiled = programs.step(step.phase, sampled=step.sampled, room=step.room).lower(*arguments).compile()
     found = parse_collectives(compiled.as_text(), step.plan.mesh.sizes)
     return Compiled(
-        backend=mesh.devices.flat[0].platform,
+        backend=programs.mesh.devices.flat[0].platform,
         temporary_bytes=compiled.memory_analysis().temp_size_in_bytes,
         changes=compare_compiled(part.traced, found),
     )
