@@ -52,12 +52,12 @@ def attend(q: jax.Array, pages: Pages, q_positions: jax.Array, scale: float, int
     """
     device = jax.sharding.get_abstract_mesh().abstract_device
     two_cores = device is not None and device.platform == "tpu" and device.num_cores == 2
-    return _attend(q, pages, q_positions, scale, two_cores, interpret)
+    return _paged_attention(q, pages, q_positions, scale, two_cores, interpret)
 
 
 # Traced once for all layers: a kernel takes long to trace.
 @partial(jax.jit, static_argnames=("scale", "two_cores", "interpret"))
-def _attend(
+def _paged_attention(
     q: jax.Array, pages: Pages, q_positions: jax.Array, scale: float, two_cores: bool, interpret: bool
 ) -> jax.Array:
     heads, lanes, _, group, size = q.shape
