@@ -15,7 +15,7 @@ from jaxpar.attention import tiles
 from jaxpar.attention.partial import Partial
 from jaxpar.attention.store import PagedStore, Pages
 from jaxpar.devices import abstract_mesh
-from jaxpar.kernels import attention, backend, tpu_flash, tpu_paged, tpu_write
+from jaxpar.kernels import attention, backend, tpu_flash, tpu_jax_paged, tpu_paged, tpu_write
 from jaxpar.ledger.flops import trace_flops
 from jaxpar.mesh import MeshSpec
 
@@ -136,6 +136,55 @@ def test_the_paged_kernel_equals_tiles_over_what_the_pages_hold(
     assert_equal(found, tiles.attend(q, x.bag(x.pages.k), x.bag(x.pages.v), *at, window, SCALE))
 
 
+def in_bfloat16(x: Cached) -> Pages:
+    k, v = (jnp.nan_to_num(plane).astype("bfloat16") for plane in (x.pages.k, x.pages.v))
+    return Pages(k, v, x.pages.table)
+
+
+@pytest.mark.parametrize(("lengths", "group", "heads"), [([0, 530, 0, 1], 3, 2), ([40, 0], 8, 1)])
+def test_the_paged_kernel_of_jax_equals_tiles_over_what_the_pages_hold(
+    lengths: list[int], group: int, heads: int
+) -> None:
+    x = cached(lengths, 5, heads, page=128)
+    pages, q = in_bfloat16(x), normal(heads, len(lengths), 1, group, 128, dtype="bfloat16")
+    found = jax.jit(partial(tpu_jax_paged.attend, scale=SCALE, interpret=True))(q, pages, x.q_positions)
+    exact = (y.astype("float32") for y in (q, x.bag(pages.k), x.bag(pages.v)))
+    expected = tiles.attend(*exact, x.q_positions, x.k_positions, None, SCALE)
+    np.testing.assert_allclose(found, expected.out, atol=1e-5)
+
+
+def test_what_else_a_request_has_not_stored_does_not_reach_it_from_the_pages_of_others() -> None:
+    x = cached([40, 17], 5, heads=1, page=128)
+    pages, q = in_bfloat16(x), normal(1, 2, 1, 8, 128, dtype="bfloat16")
+    of_other = x.pages.table[1, :2]
+    pages = pages._replace(k=pages.k.at[:, of_other].set(jnp.nan), v=pages.v.at[:, of_other].set(jnp.nan))
+    found = tpu_jax_paged.attend(q, pages, x.q_positions, SCALE, interpret=True)
+    assert np.isfinite(found[:, 0]).all()
+    assert np.isnan(found[:, 1]).all()
+
+
+def test_the_paged_kernel_of_jax_takes_bfloat16_without_a_window() -> None:
+    pages = in_bfloat16(cached([40], 35, heads=1, page=16))
+    assert tpu_jax_paged.fits(pages, None)
+    assert not tpu_jax_paged.fits(pages, 64)
+    assert not tpu_jax_paged.fits(pages._replace(k=pages.k.astype("float32"), v=pages.v.astype("float32")), None)
+    assert not tpu_jax_paged.fits(pages._replace(v=pages.v[..., :64]), None)
+    assert not tpu_jax_paged.fits(pages._replace(table=jnp.zeros((513, 256), jnp.int32)), None)
+
+
+def test_a_shard_of_the_paged_kernel_of_jax_varies_over_the_axes_of_what_it_takes() -> None:
+    x = cached([40, 9], 35, heads=2, page=16)
+    pages, q = in_bfloat16(x), normal(2, 2, 1, 3, 128, dtype="bfloat16")
+    specs = P("tp", "dp"), Pages(P("tp"), P("tp"), P("dp")), P("dp")
+    run = jax.shard_map(
+        partial(tpu_jax_paged.attend, scale=SCALE),
+        mesh=abstract_mesh(MeshSpec.parse("dp=2,tp=2")),
+        in_specs=specs,
+        out_specs=P("tp", "dp"),
+    )
+    assert jax.eval_shape(run, q, pages, x.q_positions).shape == q.shape
+
+
 def test_pages_are_read_where_they_lie_if_they_are_whole_tiles() -> None:
     for page, size, itemsize, fits in ((16, 128, 2, True), (8, 128, 4, True), (8, 128, 2, False), (16, 64, 2, False)):
         plane = jax.ShapeDtypeStruct((1, 4, page, size), jnp.dtype(f"float{8 * itemsize}"))
@@ -174,3 +223,12 @@ def test_the_ledger_counts_a_kernel_as_it_counts_the_tiles(queries: int) -> None
         return row.flops
 
     assert flops(interpret=True) == flops(interpret=False)
+
+
+def test_the_ledger_counts_the_paged_kernel_of_jax_as_it_counts_the_tiles() -> None:
+    x = cached([40, 9], 35, heads=2, page=16)
+    pages, q = in_bfloat16(x), normal(2, 2, 1, 3, 128, dtype="bfloat16")
+    ours = partial(tiles.attend, window=None, scale=SCALE)
+    in_tiles = jax.make_jaxpr(ours)(q, x.bag(pages.k), x.bag(pages.v), x.q_positions, x.k_positions)
+    in_kernel = jax.make_jaxpr(partial(tpu_jax_paged.attend, scale=SCALE))(q, pages, x.q_positions)
+    assert trace_flops(in_kernel) == trace_flops(in_tiles)

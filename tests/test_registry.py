@@ -110,6 +110,16 @@ def test_predicted_bytes_calls_and_flops_of_latent_attention_are_the_traced_ones
     assert uniform_control_violations(jaxpr(step), step.plan.mesh.sizes) == []
 
 
+@pytest.mark.parametrize("mesh", ["dp=2,tp=4", "pp=2,dp=2,tp=2"])
+def test_predicted_flops_of_decode_on_pages_of_whole_tiles_are_the_traced_ones(mesh: str) -> None:
+    config = replace(CONFIG, head_dim=128, windows=(None,) * LAYERS, sinks=False)
+    plan = Plan(MeshSpec.parse(mesh), page_size=16, dtype="bfloat16")
+    step = Step(config, plan, "decode", lanes=2, tokens=1, keys=32)
+    assert {row.name: row.flops for row in trace_flops(jaxpr(step))} == predict_flops(step)
+    assert uniform_control_violations(jaxpr(step), step.plan.mesh.sizes) == []
+    assert "name=_paged_attention" in str(jaxpr(step))
+
+
 def test_what_travels_of_latent_attention_is_the_latent_and_the_rotated_key_once_for_all_heads() -> None:
     step = a_step("cp=3,tp=2", "prefill", "greedy", config=LATENT, prefill_attention="ring")
     hops = [row for row in traced(step) if row.collective == "ppermute"]

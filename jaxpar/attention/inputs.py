@@ -12,7 +12,7 @@ from jaxpar.attention.partial import Partial, Window, with_sinks
 from jaxpar.attention.store import Pages
 from jaxpar.collectives.move import Groups
 from jaxpar.fixed import by_row
-from jaxpar.kernels.attention import attend, attend_pages
+from jaxpar.kernels.attention import attend, attend_own_pages, attend_pages
 from jaxpar.plan import Phase
 
 
@@ -75,6 +75,14 @@ class Inputs(NamedTuple):
         return attend(
             self.grouped, *keys, self.q_positions, self.k_positions, self.window, self.scale, fixed=self.fixed
         )
+
+    def attended(self) -> jax.Array:
+        """Attention [B, T, H, d] over all keys, which are the rank's own, in the order of positions (cp = 1)."""
+        if self.pages is None or self.fixed is not None or self.sinks is not None:
+            return self.finish(self.attend())
+        positions = self.q_positions, self.k_positions
+        out = attend_own_pages(self.grouped, self.bag, self.pages, *positions, self.window, self.scale)
+        return by_token(out)
 
     def finish(self, part: Partial) -> jax.Array:
         """Partial of [K, B, T, group, d] over all keys that there are -> attention [B, T, H, d], with the sinks."""

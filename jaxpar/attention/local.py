@@ -15,7 +15,7 @@ from jaxpar.strategies import Step, Strategy
 
 def run(x: Inputs, plan: Plan, prepared: None) -> jax.Array:
     """Attention over the rank's own bag of keys -> [B, T, H, d] float32."""
-    return x.finish(x.attend())
+    return x.attended()
 
 
 def traffic(step: Step) -> list[Traffic]:

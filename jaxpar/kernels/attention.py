@@ -2,7 +2,7 @@
 
     CPU    tiles of XLA operations (`attention/tiles.py`)
     TPU    a kernel that takes positions as data (`kernels/tpu_flash.py`), in decode one that reads pages
-           where they lie (`kernels/tpu_paged.py`)
+           where they lie (`kernels/tpu_paged.py`), or where no LSE is asked for JAX's own (`kernels/tpu_jax_paged.py`)
     GPU    the same by one kernel (`kernels/gpu_flash.py`)
 
 Where shapes must not matter (`fixed`) all backends run the tiles.
@@ -17,7 +17,7 @@ import jax
 from jaxpar.attention import tiles
 from jaxpar.attention.partial import Partial, Window
 from jaxpar.attention.store import Pages
-from jaxpar.kernels import gpu_flash, tpu_flash, tpu_paged
+from jaxpar.kernels import gpu_flash, tpu_flash, tpu_jax_paged, tpu_paged
 from jaxpar.kernels.backend import by_backend
 from jaxpar.plan import Phase
 
@@ -77,3 +77,24 @@ def attend_pages(
 
     gpu = on_gpu if gpu_flash.fits(pages.k, pages.v) else None
     return by_backend(q, bag, pages, q_positions, k_positions, tpu=on_tpu, gpu=gpu, default=in_tiles)
+
+
+def attend_own_pages(
+    q: jax.Array,
+    bag: Bag,
+    pages: Pages,
+    q_positions: jax.Array,
+    k_positions: jax.Array,
+    window: Window,
+    scale: float,
+) -> jax.Array:
+    """The output of `attend_pages` where the pages hold all keys of a request, in the order of positions (cp = 1)."""
+
+    def ours(q: jax.Array, bag: Bag, pages: Pages, q_at: jax.Array, k_at: jax.Array) -> jax.Array:
+        return attend_pages(q, bag, pages, q_at, k_at, window, scale).out
+
+    def by_jax(q: jax.Array, bag: Bag, pages: Pages, q_at: jax.Array, k_at: jax.Array) -> jax.Array:
+        return tpu_jax_paged.attend(q, pages, q_at, scale)
+
+    tpu = by_jax if tpu_jax_paged.fits(pages, window) else None
+    return by_backend(q, bag, pages, q_positions, k_positions, tpu=tpu, default=ours)

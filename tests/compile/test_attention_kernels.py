@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 from jaxpar.aot.every import cut_card
 from jaxpar.aot.targets import Target
 from jaxpar.attention.store import Pages
-from jaxpar.kernels import tpu_flash, tpu_paged, tpu_write
+from jaxpar.kernels import tpu_flash, tpu_jax_paged, tpu_paged, tpu_write
 from jaxpar.mesh import MeshSpec
 from jaxpar.plan import Phase, Plan
 from jaxpar.program import Programs
@@ -57,6 +57,17 @@ def test_the_paged_kernels_take_any_heads(heads: int, group: int, lanes: int) ->
     written = jax.jit(tpu_write.write, donate_argnums=0).lower([plane, plane], [one, one], places, places).compile()
     # In place: neither plane is copied.
     assert written.memory_analysis().temp_size_in_bytes < 16 * 128 * 2 * 64
+
+
+@pytest.mark.parametrize(
+    ("heads", "group", "lanes", "width"), [(1, 8, 512, 256), (2, 7, 3, 33)], ids=["most page ids", "odd numbers"]
+)
+def test_the_paged_kernel_of_jax_takes_what_fits(heads: int, group: int, lanes: int, width: int) -> None:
+    plane = array(heads, 64, 16, 128)
+    pages = Pages(plane, plane, array(lanes, width, dtype="int32"))
+    assert tpu_jax_paged.fits(pages, None)
+    read = jax.jit(partial(tpu_jax_paged.attend, scale=0.1))
+    read.lower(array(heads, lanes, 1, group, 128), pages, array(lanes, 1, dtype="int32")).compile()
 
 
 @pytest.mark.parametrize(("phase", "kernels"), [("prefill", 1), ("decode", 2)])
