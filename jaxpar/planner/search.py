@@ -35,7 +35,7 @@ class Found:
     `best` are the plans from the best on, one for each mesh; where the targets cannot be met those that miss them
     least. `seen` is all that was estimated, for the front. `space` are the meshes and expert axes that there are,
     `looked_at` those of them that were estimated, `steps` the steps of programs that were counted. `most` are the
-    most requests that fit, and the mesh on which they do.
+    most requests that fit with the defaults of all options, and the mesh on which they do.
     """
 
     question: Question
