@@ -20,16 +20,29 @@ def require_matplotlib(path: Path) -> None:
         raise JaxparError(f"{path}: pictures need matplotlib: pip install 'jaxpar[plot]'") from error
 
 
+def check_picture(path: Path) -> None:
+    """Refuse a path before what is to be drawn is computed.
+
+    Raises:
+        JaxparError: it is no file, or its folder is none.
+    """
+    try:
+        if path.exists() and not path.is_file():
+            raise JaxparError(f"{path} is not a file: name one that can be written")
+        os.scandir(path.parent).close()
+    except OSError as error:
+        raise JaxparError(f"{path} cannot be written: {error.strerror or error}; name another file") from error
+
+
 def save(figure: Figure, path: Path) -> None:
     """Write a figure as a PNG; an older file is replaced only when the new one is whole.
 
     Raises:
         JaxparError: the file cannot be written.
     """
+    check_picture(path)
     part = path.parent / f".unfinished-{path.name}"
     try:
-        if path.exists() and not path.is_file():
-            raise JaxparError(f"{path} is not a file: name one that can be written")
         try:
             figure.savefig(part, format="png")
             os.replace(part, path)

@@ -86,16 +86,16 @@ def test_the_compiler_s_word_on_a_program_that_does_not_fit_is_read(prefix: str)
 def test_weights_that_do_not_fit_are_spread_over_as_many_ranks_as_it_takes() -> None:
     said = advice(found("tp=1"))
     assert "TPU v5e has 14.9 GiB" in said and "most of it weights, 19.85 GiB" in said
-    assert said.endswith(": --mesh tp=2 leaves 10.08 GiB a device")
+    assert said.endswith(": --mesh tp=2 takes 10.08 GiB a device")
 
 
 def test_replicas_give_their_devices_to_weights_before_more_devices_are_asked_for() -> None:
-    assert advice(found("dp=8")).endswith(": --mesh dp=4,tp=2 leaves 9.965 GiB a device")
+    assert advice(found("dp=8")).endswith(": --mesh dp=4,tp=2 takes 9.965 GiB a device")
 
 
 def test_a_target_that_is_too_small_for_the_remedy_is_named() -> None:
     said = advice(replace(found("tp=1"), target=Target.parse("v5e:1x1")))
-    assert said.endswith(": --mesh tp=2 leaves 10.08 GiB a device, on 2 devices, of which the target has 1")
+    assert said.endswith(": --mesh tp=2 takes 10.08 GiB a device, on 2 devices, and the target has 1")
 
 
 def test_a_cache_that_does_not_fit_says_the_batch_that_does() -> None:

@@ -104,7 +104,7 @@ def test_more_requests_than_fit_are_told_how_many_would() -> None:
     miss = miss_of(missed)
     assert miss is not None and miss.constraint == "memory" and miss.needed > miss.allowed
     requests, mesh = missed.most
-    assert miss.text.endswith(f"at most {requests} requests fit, on {mesh}")
+    assert miss.text.endswith(f"; {requests} requests would fit, on {mesh}")
     held = Evaluator(question(concurrency=requests)).best(Plan(MeshSpec.parse(mesh), dtype="bfloat16", chunk=2048))
     assert held is not None and held.fits and requests > 100
 
@@ -203,6 +203,8 @@ def test_three_devices_are_three_and_never_two() -> None:
 def test_targets_steer_the_search() -> None:
     free, bound = found(), found(ttft=0.6, tpot=0.025)
     assert bound.met and bound.best[0].tpot <= 0.025 and bound.best[0].ttft <= 0.6
+    assert any(one.miss(bound.question.targets) > 1 for one in bound.best)
+    assert all(one.fits and one.miss(bound.question.targets) == 1 for one in bound.shown)
     assert free.best[0].tpot > 0.025
     assert free.best[0].tokens_per_device > bound.best[0].tokens_per_device
     assert found(objective="latency").best[0].latency < bound.best[0].latency

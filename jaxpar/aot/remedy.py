@@ -38,9 +38,9 @@ def _for_weights(found: CompiledStep, config: ModelConfig) -> str:
             held = _held(found, Programs(config, plan, abstract_mesh(plan.mesh)), found.batch) + others
         except JaxparError:
             continue
-        text = f"{words} leaves {human_bytes(held)} a device"
+        text = f"{words} takes {human_bytes(held)} a device"
         if plan.mesh.size > found.target.size:
-            text += f", on {counted(plan.mesh.size, 'device')}, of which the target has {found.target.size}"
+            text += f", on {counted(plan.mesh.size, 'device')}, and the target has {found.target.size}"
         if held <= found.memory.capacity:
             return text
         if best is None or held < best[0]:

@@ -31,11 +31,12 @@ def calibrate(
     share its cores, and all of them work at once. The preset is a mesh for every other command.
     """
     from jaxpar.calibrate.files import check_writable, write_preset
-    from jaxpar.pictures import require_matplotlib
+    from jaxpar.pictures import check_picture, require_matplotlib
 
     check_writable(out)
     if plot is not None:
         require_matplotlib(plot)
+        check_picture(plot)
     from jaxpar.calibrate.measure import all_devices
     from jaxpar.calibrate.measure import calibrate as measure
     from jaxpar.presets import resolve_mesh

@@ -49,19 +49,22 @@ def compile(
         raise typer.Exit(_every_strategy(target, markdown, json))
     if model is None or not target or len(target) > 1 or markdown:
         raise RequestError("compile needs a MODEL and one --target, such as --target v5p:2x2x4, or --all")
-    from jaxpar.aot.compile import compile_step
-    from jaxpar.aot.remedy import remedy
-    from jaxpar.aot.render import render
     from jaxpar.aot.targets import Target
     from jaxpar.assets import model_dir
     from jaxpar.checkpoint import open_checkpoint
     from jaxpar.presets import resolve_mesh
-    from jaxpar.runner import make_plan
 
     aimed = Target.parse(target[0])
     spec, preset = resolve_mesh(mesh)
     aimed.check(spec)
     config = open_checkpoint(model_dir(model)).config
+
+    # All of the runtime, which takes longer to import than what has been refused until here.
+    from jaxpar.aot.compile import compile_step
+    from jaxpar.aot.remedy import remedy
+    from jaxpar.aot.render import render
+    from jaxpar.runner import make_plan
+
     fields = aimed.plan_fields | (preset.plan_fields if preset else {}) | plan | {"dtype": dtype or config.dtype}
     planned = make_plan(spec, fields)
     with progress(f"Compiling for {spec} on {aimed}"):

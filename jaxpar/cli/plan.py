@@ -68,9 +68,10 @@ def plan(
     if check < 0:
         raise PlanError(f"--check {check}: compile 1 plan or more, or 0 for none")
     if plot is not None:
-        from jaxpar.pictures import require_matplotlib
+        from jaxpar.pictures import check_picture, require_matplotlib
 
         require_matplotlib(plot)
+        check_picture(plot)
     question = _question(
         model, cluster, (input_, output, prefix, concurrency), (ttft, tpot), objective, assume, moe_stats
     )
@@ -162,11 +163,12 @@ class _Answer:
                 self.found = search(self._evaluator, status.say)
         if not self.found.best:
             raise PlanError(next(iter(self._evaluator.problems.values()), f"no plan runs on {question.cluster.name}"))
-        self._best = self.found.best[:top]
+        shown = self.found.shown
+        self._best = shown[:top]
         number = 1 if written or explain is None else int(explain)
-        if not 1 <= number <= len(self.found.best):
-            raise PlanError(f"--explain {number}: there are {len(self.found.best)} plans, from 1")
-        self._chosen = self.found.best[number - 1]
+        if not 1 <= number <= len(shown):
+            raise PlanError(f"--explain {number}: there are {len(shown)} plans, from 1")
+        self._chosen = shown[number - 1]
 
     def draw(self, path: Path) -> None:
         """The front, as a PNG."""
@@ -188,7 +190,7 @@ class _Answer:
 
         question = self.found.question
         with progress("Compiling") as status:
-            self._checked = list(check(question, target_of(question.cluster), self.found.best[:count], status.say))
+            self._checked = list(check(question, target_of(question.cluster), self.found.shown[:count], status.say))
 
     def lines(self, one: Estimate) -> list[str]:
         """The `jaxpar generate` line of each pool."""
@@ -203,6 +205,7 @@ class _Answer:
         best = [estimate_json(one) | {"generate": self.lines(one)} for one in self._best]
         chosen = estimate_json(self._chosen) | {"generate": self.lines(self._chosen)}
         return found_json(self.found) | {
+            "model": self._model,
             "best": best,
             "explained": chosen,
             "checked": [row.to_json() for row in self._checked],
@@ -225,7 +228,7 @@ class _Answer:
 
             OUT.print()
             OUT.print(check_table(self._checked, target_of(self.found.question.cluster)))
-        which = self.found.best.index(self._chosen) + 1
+        which = self.found.shown.index(self._chosen) + 1
         OUT.print(f"\nPlan {which}: {render.first_token_line(self._chosen)}\n", markup=False)
         OUT.print(render.roofline_table(self._chosen) if self._explain else render.time_table(self._chosen))
         OUT.print()
@@ -236,6 +239,6 @@ class _Answer:
             OUT.print(line, markup=False)
         OUT.print()
         OUT.print(render.assumptions_table(self.found.question))
-        OUT.print(f"\n{render.runs(self._chosen)}\n", markup=False)
+        OUT.print(f"\n{render.runs(self._chosen, self.found.question.assumed)}\n", markup=False)
         for line in self.lines(self._chosen):
             OUT.print(f"  {line}", markup=False)

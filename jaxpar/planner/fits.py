@@ -36,7 +36,8 @@ def refuse_too_large(config: ModelConfig, cluster: Cluster, assumed: Assumptions
     if room <= 0:
         raise PlanError(
             f"reserve={assumed.reserve:g} and framework_bytes={assumed.framework_bytes:g} leave nothing of "
-            f"{human_bytes(device.memory_bytes)}: assume less"
+            f"{human_bytes(device.memory_bytes)} a device of {cluster.name}: assume less, such as "
+            "--assume framework_bytes=0"
         )
     if each > room:
         enough = math.ceil(weights / room)

@@ -162,7 +162,7 @@ def compare(evaluator: Evaluator, one: Estimate, other: Estimate, name: str) -> 
     grows = {name: theirs.get(name, 0) - mine.get(name, 0) for name in {**mine, **theirs}}
     text = f"{name} takes {scale * new_whole:.4g} {unit} in place of {scale * whole:.4g}"
     if new_whole < whole:
-        return f"nothing: {text}"
+        return f"nothing stops it: {text}"
     if grows.pop(IDLE, 0.0) > GAIN * whole:
         text += f", prefill works {other.served.prefilling:.0%} of the time in place of {one.served.prefilling:.0%}"
     most = max(grows, key=lambda name: grows[name])

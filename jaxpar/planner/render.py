@@ -8,6 +8,7 @@ from dataclasses import fields
 from rich.table import Table
 
 from jaxpar.plan import Plan
+from jaxpar.planner.assumptions import Assumptions
 from jaxpar.planner.estimate import Estimate
 from jaxpar.planner.evaluate import Question
 from jaxpar.planner.limits import Limit
@@ -160,11 +161,20 @@ def roofline_table(one: Estimate) -> Table:
     return table("The roofline of each sublayer, all layers of a stage together, on the slowest rank", columns, rows, 3)
 
 
-def runs(one: Estimate) -> str:
+def runs(one: Estimate, assumed: Assumptions) -> str:
     """What the lines below it do."""
-    if not one.apart:
-        return "It runs with"
-    return "Each pool runs its plan with (jaxpar has no server that passes caches from one pool to the other)"
+    text = "It runs with"
+    if one.apart:
+        text = "Each pool runs its plan with (jaxpar has no server that passes caches from one pool to the other)"
+    names = ("weight_dtype", "kv_dtype", "attention_dtype")
+    other = [
+        f"{name}={getattr(assumed, name)}" for name in names if getattr(assumed, name) not in (None, one.plan.dtype)
+    ]
+    return (
+        f"{text}\n(in {one.plan.dtype} throughout: {', '.join(other)} is assumed, and jaxpar has none)"
+        if other
+        else text
+    )
 
 
 def phase_share(steps: Iterable[tuple[StepTime, int]], name: str) -> float:

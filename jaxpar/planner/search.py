@@ -35,7 +35,7 @@ class Found:
     `best` are the plans from the best on, one for each mesh; where the targets cannot be met those that miss them
     least. `seen` is all that was estimated, for the front. `space` are the meshes and expert axes that there are,
     `looked_at` those of them that were estimated, `steps` the steps of programs that were counted. `most` are the
-    most requests that fit, and the mesh on which they do.
+    most requests that fit with the defaults of all options, and the mesh on which they do.
     """
 
     question: Question
@@ -49,7 +49,15 @@ class Found:
     @property
     def met(self) -> bool:
         """Whether the best plan fits and meets every target."""
-        return bool(self.best) and self.best[0].fits and self.best[0].miss(self.question.targets) == 1
+        return bool(self.best) and self._meets(self.best[0])
+
+    @property
+    def shown(self) -> tuple[Estimate, ...]:
+        """Of the best those that fit and meet every target, or all where none does."""
+        return tuple(one for one in self.best if self._meets(one)) or self.best
+
+    def _meets(self, one: Estimate) -> bool:
+        return one.fits and one.miss(self.question.targets) == 1
 
 
 def search(evaluator: Evaluator, say: Callable[[str], None] = lambda text: None) -> Found:

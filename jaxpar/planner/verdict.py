@@ -36,7 +36,7 @@ def miss_of(found: Found) -> Miss | None:
         memory = one.fullest
         most = f"{memory.largest} {human_bytes(memory.items[memory.largest])}"
         requests, mesh = found.most
-        room = f"; at most {counted(requests, 'request')} fit, on {mesh}" if requests else ""
+        room = f"; {counted(requests, 'request')} would fit, on {mesh}" if requests else ""
         return Miss(
             "memory",
             memory.total,
