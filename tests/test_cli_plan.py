@@ -88,3 +88,8 @@ def test_links_have_no_option_and_no_line() -> None:
 
 def test_a_model_of_8b_has_8b_parameters() -> None:
     assert parameters(config_of("llama-3.1-8b")) == pytest.approx(8.03e9, rel=1e-3)
+
+
+def test_a_cpu_keeps_nothing_of_a_small_memory_for_a_runtime() -> None:
+    done = run("plan", "tiny", "--cluster", "laptop-8", "--input", 8, "--output", 8)
+    assert done.status == 0 and "jaxpar generate tiny --mesh " in done.out

@@ -163,6 +163,7 @@ def test_any_chip_from_a_short_toml_is_planned_for(tmp_path: Path) -> None:
 # 9
 REFUSED = {
     "--input -5": "input=-5: it must be a whole number of at least 1",
+    "--output 1": "output=1: prefill makes the only token",
     "--input 200000": "200500 tokens, more than the model's 8192 positions",
     "--prefix 5000": "prefix=5000 of input=4000 tokens",
     "--cluster h200-1": "131.4 GiB a device on 1 device of h200-1",

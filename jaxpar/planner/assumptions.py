@@ -59,7 +59,9 @@ class Assumptions:
     step_overhead: float | None = _says(None, "seconds of each step in which no device works (the device's, or 0)")
     overlap: float = _says(0.8, "part of what the plan lets overlap that does")
     reserve: float = _says(0.1, "part of a device's memory that is left free")
-    framework_bytes: float = _says(2e9, "bytes of the runtime, its programs and its communication buffers")
+    framework_bytes: float | None = _says(
+        None, "bytes of the runtime, its programs and its communication buffers (2 GB, of a CPU 0)"
+    )
     queue: str = _says("md1", "waiting before a prefill: none, or md1 (random arrivals, one prefill after another)")
     transfer_bandwidth: float | None = _says(None, "bytes/s a device sends to a decode pool (the links between nodes)")
 

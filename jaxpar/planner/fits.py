@@ -9,6 +9,7 @@ from jaxpar.errors import PlanError
 from jaxpar.pipeline.balance import layer_work
 from jaxpar.planner.assumptions import NUMBER_BYTES, Assumptions
 from jaxpar.planner.cluster import Cluster
+from jaxpar.planner.rates import framework_of
 from jaxpar.tables import counted, human_bytes
 
 
@@ -32,10 +33,11 @@ def refuse_too_large(config: ModelConfig, cluster: Cluster, assumed: Assumptions
     """
     weights = parameters(config) * NUMBER_BYTES[assumed.weight_dtype or config.dtype]
     each, device = weights / cluster.devices, cluster.device
-    room = (1 - assumed.reserve) * device.memory_bytes - assumed.framework_bytes
+    framework = framework_of(device, assumed)
+    room = (1 - assumed.reserve) * device.memory_bytes - framework
     if room <= 0:
         raise PlanError(
-            f"reserve={assumed.reserve:g} and framework_bytes={assumed.framework_bytes:g} leave nothing of "
+            f"reserve={assumed.reserve:g} and framework_bytes={framework:g} leave nothing of "
             f"{human_bytes(device.memory_bytes)} a device of {cluster.name}: assume less, such as "
             "--assume framework_bytes=0"
         )

@@ -15,6 +15,7 @@ from jaxpar.plan import Plan
 from jaxpar.plan_checks import DTYPES
 from jaxpar.planner.assumptions import NUMBER_BYTES, Assumptions
 from jaxpar.planner.buffers import activation_bytes, dispatch_bytes
+from jaxpar.planner.rates import framework_of
 from jaxpar.planner.weights import Weights, weights_of
 from jaxpar.planner.workload import Workload
 from jaxpar.presets import DeviceKind
@@ -86,7 +87,7 @@ def memory_of(
             "KV cache": cache_of(config, plan, workload.longest, assumed, batch),
             "activations": max(of_prefill[0], of_decode[0]),
             **({"dispatch buffers": max(of_prefill[1], of_decode[1])} if config.has_experts else {}),
-            "framework": round(assumed.framework_bytes),
+            "framework": round(framework_of(device, assumed)),
             "reserve": round(assumed.reserve * device.memory_bytes),
         },
         device.memory_bytes,

@@ -12,6 +12,7 @@ TYPICAL_FP8 = 0.5
 TYPICAL_MEMORY = 0.8
 TYPICAL_ATTENTION, TYPICAL_CACHE, TYPICAL_EXPERTS = 0.3, 0.85, 0.45
 TYPICAL_KERNEL = 3e-6
+TYPICAL_FRAMEWORK = 2e9
 """What engines reach on devices that nobody has measured here."""
 
 
@@ -54,6 +55,12 @@ def rates_of(device: DeviceKind, assumed: Assumptions, dtype: str) -> Rates:
         kernel=kernel if assumed.kernel_overhead is None else assumed.kernel_overhead,
         step=device.step_overhead if assumed.step_overhead is None else assumed.step_overhead,
     )
+
+
+def framework_of(device: DeviceKind, assumed: Assumptions) -> float:
+    """Bytes of a device that the runtime keeps to itself; faked devices share the host's."""
+    typical = 0.0 if device.kind == "cpu" else TYPICAL_FRAMEWORK
+    return typical if assumed.framework_bytes is None else assumed.framework_bytes
 
 
 def _products(device: DeviceKind, assumed: Assumptions, dtype: str) -> float:

@@ -12,7 +12,7 @@ from jaxpar.planner.assumptions import Assumptions
 from jaxpar.planner.estimate import Estimate
 from jaxpar.planner.evaluate import Question
 from jaxpar.planner.limits import Limit
-from jaxpar.planner.rates import TYPICAL_ATTENTION, TYPICAL_FP8, rates_of
+from jaxpar.planner.rates import TYPICAL_ATTENTION, TYPICAL_FP8, framework_of, rates_of
 from jaxpar.planner.search import Found
 from jaxpar.planner.timing import StepTime
 from jaxpar.planner.verdict import meshes_of
@@ -222,6 +222,7 @@ def assumed_values(question: Question) -> dict[str, object]:
         "expert_efficiency": rates.experts / rates.matrices,
         "kernel_overhead": rates.kernel,
         "step_overhead": rates.step,
+        "framework_bytes": framework_of(device, assumed),
         "transfer_bandwidth": device.internode_bandwidth,
     }
     found: dict[str, object] = {}
