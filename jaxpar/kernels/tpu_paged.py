@@ -15,6 +15,7 @@ Requests are dealt over the two cores of a chip that has two (v4, v5p).
 
 from __future__ import annotations
 
+import math
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -229,7 +230,7 @@ def _pages_a_block(pages: Pages) -> int:
     """So many that a block is whole rows of LANES keys."""
     heads, _, page_size, size = pages.k.shape
     of_key = 2 * heads * (size + pages.v.shape[3]) * pages.k.dtype.itemsize
-    step = LANES // page_size if LANES % page_size == 0 else LANES
+    step = LANES // math.gcd(LANES, page_size)
     most = min(KEYS, BUFFERS // of_key, pages.table.shape[1] * page_size)
     return max(most // (step * page_size), 1) * step
 
