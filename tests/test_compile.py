@@ -9,7 +9,7 @@ from command_line import run
 
 from jaxpar.aot import targets
 from jaxpar.aot.compile import CompiledStep, device_memory
-from jaxpar.aot.every import cut_card, every_case
+from jaxpar.aot.every import Case, Outcome, Row, cut_card, every_case
 from jaxpar.aot.memory import DeviceMemory, needed_of
 from jaxpar.aot.remedy import remedy
 from jaxpar.aot.sent import sent_by
@@ -186,3 +186,12 @@ def test_every_registered_strategy_has_a_program_that_runs_it() -> None:
     cases = every_case()
     assert [case.strategy for case in cases] == list(STRATEGIES)
     assert [case.strategy.name for case in cases if case.plan is None] == []
+
+
+@pytest.mark.parametrize(
+    ("outcomes", "proved"),
+    [({"a": Outcome(True)}, True), ({"a": Outcome(True), "b": Outcome(False, reason="no")}, False), ({}, False)],
+)
+def test_a_strategy_is_proved_where_it_compiles_for_every_target(outcomes: dict[str, Outcome], proved: bool) -> None:
+    case = Case(STRATEGIES[0], "-", "prefill", None, "no plan of applicable.py chooses it")
+    assert Row(case, outcomes).proved == proved
