@@ -39,6 +39,8 @@ def test_json_has_the_search_and_the_front(tmp_path: Path) -> None:
     best = document["best"][0]
     assert best["ttft"] == sum(best["ttft_parts"].values()) <= 0.5 and best["tpot"] <= 0.05
     assert all(line.startswith("jaxpar generate llama-3.1-8b") for line in best["generate"])
+    assumed = document["assumptions"]
+    assert assumed["overlap"] == 0.8 and assumed["weight_dtype"] == "bfloat16" and 0 < assumed["memory_efficiency"] < 1
     front = [(one["tokens_per_second_per_user"], one["tokens_per_second_per_device"]) for one in document["front"]]
     assert front == sorted(front, key=lambda point: (-point[0], point[1])) and len(front) > 3
     assert image.imread(png).shape[2] in (3, 4)
@@ -64,6 +66,7 @@ def test_a_plan_is_explained_by_number_or_as_it_is_written(plan: str) -> None:
         (["--explain", "tp=4"], "mesh tp=4 has 4 devices and h200-2 has 2"),
         (["--explain", "tp=2 speed=3"], "'speed=3' is neither a mesh nor field=value of a plan"),
         (["--explain", "99"], "--explain 99: there are"),
+        (["--explain", ""], "the plan is empty"),
         (["--check", "-1"], "--check -1"),
         (["--top", "0"], "--top 0"),
         (["--moe-stats", "absent.json"], "absent.json cannot be read"),
