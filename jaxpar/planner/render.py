@@ -192,7 +192,8 @@ def limits_lines(found: Iterable[Limit]) -> list[str]:
 def assumptions_table(question: Question) -> Table:
     """Every assumption with what it comes to for this device; each can be set."""
     values = assumed_values(question)
-    rows = [[name, values[name], what] for name, what in question.assumed.names().items()]
+    told = {name: f"{value:g}" if isinstance(value, float) else value for name, value in values.items()}
+    rows = [[name, told[name], what] for name, what in question.assumed.names().items()]
     return table("Assumed (--assume name=value)", ["name", "value", "what it is"], rows, left=3)
 
 
@@ -220,4 +221,4 @@ def assumed_values(question: Question) -> dict[str, object]:
         if name == "imbalance" and question.loads is not None:
             value = "as measured"
         found[name] = of_device.get(name) if value is None else value
-    return {name: f"{value:g}" if isinstance(value, float) else value for name, value in found.items()}
+    return found
