@@ -4,17 +4,26 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from command_line import run
 from matplotlib import image
-from planned import config_of
+from planned import config_of, question
 
+from jaxpar.aot.memory import DeviceMemory as CompiledMemory
+from jaxpar.aot.targets import Target
+from jaxpar.checkpoint.config import ModelConfig
 from jaxpar.cli.generate_line import generate_line
 from jaxpar.errors import PlanError
+from jaxpar.ledger.steps import make_steps
 from jaxpar.links import Links
 from jaxpar.mesh import MeshSpec
-from jaxpar.plan import Plan
+from jaxpar.plan import Phase, Plan
+from jaxpar.planner import check
+from jaxpar.planner.assumptions import Assumptions
+from jaxpar.planner.evaluate import Evaluator
 from jaxpar.planner.fits import parameters
 
 ASKED = ("plan", "llama-3.1-8b", "--cluster", "h200-2", "--input", 1000, "--output", 100)
@@ -91,3 +100,19 @@ def test_links_have_no_option_and_no_line() -> None:
 
 def test_a_model_of_8b_has_8b_parameters() -> None:
     assert parameters(config_of("llama-3.1-8b")) == pytest.approx(8.03e9, rel=1e-3)
+
+
+def test_a_compiled_plan_is_held_against_its_own_dtype_whatever_is_assumed(monkeypatch: pytest.MonkeyPatch) -> None:
+    def compiled(config: ModelConfig, plan: Plan, target: Target, phase: Phase, batch: int, context: int) -> Any:
+        step, memory = make_steps(config, plan, phase, batch, context)[0], CompiledMemory(9, 1, 1, 1, temporaries=1)
+        return SimpleNamespace(step=step, memory=memory, compiled=False, fits=True, compile_seconds=0.0)
+
+    monkeypatch.setattr(check, "compile_step", compiled)
+
+    def predicted(assumed: Assumptions) -> list[tuple[int, int]]:
+        asked = question(concurrency=8, assumed=assumed)
+        one = Evaluator(asked).at(Plan(MeshSpec(tp=8), dtype="bfloat16", chunk=4096), 8)
+        rows = [row.pairs for row in check.check(asked, Target.parse("h200:1x1x8"), [one])]
+        return [(pairs["weights"].predicted, pairs["cache"].predicted) for pairs in rows]
+
+    assert predicted(Assumptions(weight_dtype="fp8", kv_dtype="fp8")) == predicted(Assumptions())

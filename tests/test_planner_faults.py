@@ -145,6 +145,7 @@ def test_every_assumption_is_printed_and_can_be_set() -> None:
     printed = {line.split()[0]: line.split()[1] for line in out.partition("Assumed")[2].splitlines()[2:] if line}
     assert printed["imbalance"] == "1.25" and printed["kv_dtype"] == "fp8"
     assert {*Assumptions.names()} <= {*printed} and "None" not in printed.values()
+    assert "\nIt runs with (all of it in bfloat16, without the cache in fp8 of the estimate)\n" in out
 
 
 # 8

@@ -236,6 +236,6 @@ class _Answer:
             OUT.print(line, markup=False)
         OUT.print()
         OUT.print(render.assumptions_table(self.found.question))
-        OUT.print(f"\n{render.runs(self._chosen)}\n", markup=False)
+        OUT.print(f"\n{render.runs(self._chosen, self.found.question.assumed)}\n", markup=False)
         for line in self.lines(self._chosen):
             OUT.print(f"  {line}", markup=False)

@@ -8,6 +8,7 @@ from dataclasses import fields
 from rich.table import Table
 
 from jaxpar.plan import Plan
+from jaxpar.planner.assumptions import Assumptions
 from jaxpar.planner.estimate import Estimate
 from jaxpar.planner.evaluate import Question
 from jaxpar.planner.limits import Limit
@@ -160,11 +161,15 @@ def roofline_table(one: Estimate) -> Table:
     return table("The roofline of each sublayer, all layers of a stage together, on the slowest rank", columns, rows, 3)
 
 
-def runs(one: Estimate) -> str:
-    """What the lines below it do."""
-    if not one.apart:
-        return "It runs with"
-    return "Each pool runs its plan with (jaxpar has no server that passes caches from one pool to the other)"
+def runs(one: Estimate, assumed: Assumptions) -> str:
+    """What the lines below it do, and what of the estimate they do not."""
+    dtypes = {"weights": assumed.weight_dtype, "cache": assumed.kv_dtype, "attention": assumed.attention_dtype}
+    others = [f"{what} in {dtype}" for what, dtype in dtypes.items() if dtype not in (None, one.plan.dtype)]
+    lacks = [f"all of it in {one.plan.dtype}, without the {', '.join(others)} of the estimate"] if others else []
+    if one.apart:
+        lacks.append("jaxpar has no server that passes caches from one pool to the other")
+    said = "Each pool runs its plan with" if one.apart else "It runs with"
+    return f"{said} ({'; '.join(lacks)})" if lacks else said
 
 
 def phase_share(steps: Iterable[tuple[StepTime, int]], name: str) -> float:
