@@ -105,8 +105,9 @@ def test_a_cache_that_does_not_fit_says_the_batch_that_does() -> None:
     assert not found("tp=8", batch=batch + 32, context=8192).fits
 
 
-def test_temporaries_that_do_not_fit_say_the_chunk_that_does() -> None:
-    said = advice(found("tp=8", "prefill", batch=1, temporaries=16 * GIB))
+@pytest.mark.parametrize("mesh", ["tp=8", "cp=2,tp=4"])
+def test_temporaries_that_do_not_fit_say_the_chunk_that_does(mesh: str) -> None:
+    said = advice(found(mesh, "prefill", batch=1, temporaries=16 * GIB))
     assert "most of it temporaries, 16" in said and "--chunk 256 takes about 8 GiB" in said
 
 
