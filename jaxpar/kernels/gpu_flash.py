@@ -45,10 +45,14 @@ class _Lists(NamedTuple):
 MOST_SIZE = 256
 """Numbers of a key or a value, at most: with more, blocks and results leave the registers."""
 
+MOST_BYTES = 1024
+"""Bytes of a key with its value, at most: three blocks under way take 192 of the 227 KiB that a core shares."""
+
 
 def fits(k: jax.Array, v: jax.Array) -> bool:
     """Whether the kernel takes these: whole blocks of numbers, and places in the planes that an int32 can count."""
     small = all(x.shape[-1] <= MOST_SIZE and x.size < 1 << 31 for x in (k, v))
+    small = small and sum(x.shape[-1] * x.dtype.itemsize for x in (k, v)) <= MOST_BYTES
     return small and not k.shape[-1] % LEAST and len(_parts(v.shape[-1])) == 1 and v.shape[-1] >= LEAST
 
 
