@@ -191,6 +191,13 @@ def test_pages_are_read_where_they_lie_if_they_are_whole_tiles() -> None:
         assert tpu_paged.fits(Pages(plane, plane, None)) == tpu_write.fits([plane]) == fits
 
 
+@pytest.mark.parametrize(("page", "keys"), [(16, 512), (48, 384), (256, 512), (512, 512)])
+def test_a_block_of_pages_is_whole_rows_of_keys_and_no_more_than_a_core_holds(page: int, keys: int) -> None:
+    plane = jax.ShapeDtypeStruct((8, 64, page, 128), jnp.bfloat16)
+    pages = Pages(plane, plane, jax.ShapeDtypeStruct((4, 64), jnp.int32))
+    assert tpu_paged._pages_a_block(pages) * page == keys
+
+
 def test_tokens_are_written_in_place_as_by_a_scatter() -> None:
     planes = [normal(2, 12, 8, 128, dtype=dtype) for dtype in ("float32", "float32")]
     new = [normal(3, 2, 128) for _ in planes]

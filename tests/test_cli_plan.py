@@ -4,17 +4,26 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from command_line import run
 from matplotlib import image
-from planned import config_of
+from planned import config_of, question
 
+from jaxpar.aot.memory import DeviceMemory as CompiledMemory
+from jaxpar.aot.targets import Target
+from jaxpar.checkpoint.config import ModelConfig
 from jaxpar.cli.generate_line import generate_line
 from jaxpar.errors import PlanError
+from jaxpar.ledger.steps import make_steps
 from jaxpar.links import Links
 from jaxpar.mesh import MeshSpec
-from jaxpar.plan import Plan
+from jaxpar.plan import Phase, Plan
+from jaxpar.planner import check
+from jaxpar.planner.assumptions import Assumptions
+from jaxpar.planner.evaluate import Evaluator
 from jaxpar.planner.fits import parameters
 
 ASKED = ("plan", "llama-3.1-8b", "--cluster", "h200-2", "--input", 1000, "--output", 100)
@@ -39,6 +48,8 @@ def test_json_has_the_search_and_the_front(tmp_path: Path) -> None:
     best = document["best"][0]
     assert best["ttft"] == sum(best["ttft_parts"].values()) <= 0.5 and best["tpot"] <= 0.05
     assert all(line.startswith("jaxpar generate llama-3.1-8b") for line in best["generate"])
+    assumed = document["assumptions"]
+    assert assumed["overlap"] == 0.8 and assumed["weight_dtype"] == "bfloat16" and 0 < assumed["memory_efficiency"] < 1
     front = [(one["tokens_per_second_per_user"], one["tokens_per_second_per_device"]) for one in document["front"]]
     assert front == sorted(front, key=lambda point: (-point[0], point[1])) and len(front) > 3
     assert image.imread(png).shape[2] in (3, 4)
@@ -64,6 +75,7 @@ def test_a_plan_is_explained_by_number_or_as_it_is_written(plan: str) -> None:
         (["--explain", "tp=4"], "mesh tp=4 has 4 devices and h200-2 has 2"),
         (["--explain", "tp=2 speed=3"], "'speed=3' is neither a mesh nor field=value of a plan"),
         (["--explain", "99"], "--explain 99: there are"),
+        (["--explain", ""], "the plan is empty"),
         (["--check", "-1"], "--check -1"),
         (["--top", "0"], "--top 0"),
         (["--moe-stats", "absent.json"], "absent.json cannot be read"),
@@ -93,3 +105,19 @@ def test_a_model_of_8b_has_8b_parameters() -> None:
 def test_a_cpu_keeps_nothing_of_a_small_memory_for_a_runtime() -> None:
     done = run("plan", "tiny", "--cluster", "laptop-8", "--input", 8, "--output", 8)
     assert done.status == 0 and "jaxpar generate tiny --mesh " in done.out
+
+
+def test_a_compiled_plan_is_held_against_its_own_dtype_whatever_is_assumed(monkeypatch: pytest.MonkeyPatch) -> None:
+    def compiled(config: ModelConfig, plan: Plan, target: Target, phase: Phase, batch: int, context: int) -> Any:
+        step, memory = make_steps(config, plan, phase, batch, context)[0], CompiledMemory(9, 1, 1, 1, temporaries=1)
+        return SimpleNamespace(step=step, memory=memory, compiled=False, fits=True, compile_seconds=0.0)
+
+    monkeypatch.setattr(check, "compile_step", compiled)
+
+    def predicted(assumed: Assumptions) -> list[tuple[int, int]]:
+        asked = question(concurrency=8, assumed=assumed)
+        one = Evaluator(asked).at(Plan(MeshSpec(tp=8), dtype="bfloat16", chunk=4096), 8)
+        rows = [row.pairs for row in check.check(asked, Target.parse("h200:1x1x8"), [one])]
+        return [(pairs["weights"].predicted, pairs["cache"].predicted) for pairs in rows]
+
+    assert predicted(Assumptions(weight_dtype="fp8", kv_dtype="fp8")) == predicted(Assumptions())

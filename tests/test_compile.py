@@ -9,7 +9,7 @@ from command_line import run
 
 from jaxpar.aot import targets
 from jaxpar.aot.compile import CompiledStep, device_memory
-from jaxpar.aot.every import cut_card, every_case
+from jaxpar.aot.every import Case, Outcome, Row, cut_card, every_case
 from jaxpar.aot.memory import DeviceMemory, needed_of
 from jaxpar.aot.remedy import remedy
 from jaxpar.aot.sent import sent_by
@@ -105,8 +105,9 @@ def test_a_cache_that_does_not_fit_says_the_batch_that_does() -> None:
     assert not found("tp=8", batch=batch + 32, context=8192).fits
 
 
-def test_temporaries_that_do_not_fit_say_the_chunk_that_does() -> None:
-    said = advice(found("tp=8", "prefill", batch=1, temporaries=16 * GIB))
+@pytest.mark.parametrize("mesh", ["tp=8", "cp=2,tp=4"])
+def test_temporaries_that_do_not_fit_say_the_chunk_that_does(mesh: str) -> None:
+    said = advice(found(mesh, "prefill", batch=1, temporaries=16 * GIB))
     assert "most of it temporaries, 16" in said and "--chunk 256 takes about 8 GiB" in said
 
 
@@ -186,3 +187,12 @@ def test_every_registered_strategy_has_a_program_that_runs_it() -> None:
     cases = every_case()
     assert [case.strategy for case in cases] == list(STRATEGIES)
     assert [case.strategy.name for case in cases if case.plan is None] == []
+
+
+@pytest.mark.parametrize(
+    ("outcomes", "proved"),
+    [({"a": Outcome(True)}, True), ({"a": Outcome(True), "b": Outcome(False, reason="no")}, False), ({}, False)],
+)
+def test_a_strategy_is_proved_where_it_compiles_for_every_target(outcomes: dict[str, Outcome], proved: bool) -> None:
+    case = Case(STRATEGIES[0], "-", "prefill", None, "no plan of applicable.py chooses it")
+    assert Row(case, outcomes).proved == proved

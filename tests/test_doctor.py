@@ -130,11 +130,11 @@ def test_an_extra_is_installed_missing_or_of_another_version_and_says_of_what() 
     assert state(libtpu=f"{wanted}.7") == ("installed", ())
 
 
-def test_a_gpu_is_compiled_for_by_both_packages_of_one_cuda() -> None:
-    one = find_compilers(have(jax_cuda12_plugin="1", jax_cuda13_pjrt="1"))[1]
-    both = find_compilers(have(jax_cuda12_plugin="1", jax_cuda12_pjrt="1"))[1]
+def test_a_gpu_is_compiled_for_by_the_two_packages_that_jaxpar_compile_asks_for() -> None:
+    one = find_compilers(have(jax_cuda12_plugin="1", jax_cuda12_pjrt="1", jax_cuda13_pjrt="1"))[1]
+    both = find_compilers(have(jax_cuda13_plugin="1", jax_cuda13_pjrt="1"))[1]
     assert (one.platform, one.available) == ("gpu", False)
-    assert (both.available, both.packages) == (True, ("jax-cuda12-plugin", "jax-cuda12-pjrt"))
+    assert (both.available, both.packages) == (True, ("jax-cuda13-plugin", "jax-cuda13-pjrt"))
 
 
 # Strategies

@@ -101,9 +101,12 @@ def test_the_kernel_says_the_flops_of_its_tiles() -> None:
 
 
 def test_sizes_that_are_no_whole_blocks_are_left_to_xla() -> None:
-    def fits(*sizes: int) -> bool:
-        return gpu_flash.fits(*(jax.ShapeDtypeStruct((2, 3, 64, size), jnp.bfloat16) for size in sizes))
+    def fits(*sizes: int, dtype: str = "bfloat16") -> bool:
+        return gpu_flash.fits(*(jax.ShapeDtypeStruct((2, 3, 64, size), jnp.dtype(dtype)) for size in sizes))
 
     assert fits(128, 128) and fits(64, 256) and fits(192, 128) and fits(80, 64)
     assert not fits(576, 512) and not fits(128, 80) and not fits(8, 8) and not fits(24, 16)
+    # Three blocks of these do not fit in what a core of an H200 shares.
+    assert fits(256, 256) and fits(128, 128, dtype="float32")
+    assert not fits(256, 256, dtype="float32") and not fits(192, 128, dtype="float32")
     assert gpu_flash._parts(192) == [(0, 128), (128, 64)]

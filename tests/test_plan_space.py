@@ -110,3 +110,10 @@ def test_nothing_beats_the_front_in_both() -> None:
             for other in seen
         )
     assert len(best) > 3
+
+
+def test_requests_of_one_token_wait_for_prefills_alone_and_have_no_time_between_tokens_of_others() -> None:
+    served = together(prefill=0.5, interval=0.5, decode=0.01, output=1, lanes=10, requests=10)
+    assert served.tpot == 0.01
+    assert served.first.queue == pytest.approx(9 * 0.5 / 2)
+    assert served.rate == pytest.approx(1 / 0.5)

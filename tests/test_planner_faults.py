@@ -145,6 +145,7 @@ def test_every_assumption_is_printed_and_can_be_set() -> None:
     printed = {line.split()[0]: line.split()[1] for line in out.partition("Assumed")[2].splitlines()[2:] if line}
     assert printed["imbalance"] == "1.25" and printed["kv_dtype"] == "fp8"
     assert {*Assumptions.names()} <= {*printed} and "None" not in printed.values()
+    assert "\nIt runs with (all of it in bfloat16, without the cache in fp8 of the estimate)\n" in out
 
 
 # 8
@@ -163,7 +164,6 @@ def test_any_chip_from_a_short_toml_is_planned_for(tmp_path: Path) -> None:
 # 9
 REFUSED = {
     "--input -5": "input=-5: it must be a whole number of at least 1",
-    "--output 1": "output=1: prefill makes the only token",
     "--input 200000": "200500 tokens, more than the model's 8192 positions",
     "--prefix 5000": "prefix=5000 of input=4000 tokens",
     "--cluster h200-1": "131.4 GiB a device on 1 device of h200-1",

@@ -141,6 +141,11 @@ def test_what_is_set_wins_over_the_device_and_the_device_over_what_is_typical() 
     assert (whole.matrices, whole.wide, whole.memory, whole.kernel) == (1978e12, 989e12, 4.8e12, 0)
 
 
+def test_a_device_without_8_bit_products_multiplies_8_bit_weights_as_it_does_16_bit_ones() -> None:
+    rates = rates_of(KINDS["v5p"], Assumptions(weight_dtype="fp8"), "bfloat16")
+    assert rates.matrices == rates.wide == 0.75 * 459e12 and rates.weight_bytes == 1
+
+
 def test_refusing_needs_no_jax() -> None:
     code = (
         "import sys, jaxpar.planner.workload, jaxpar.planner.cluster, jaxpar.planner.assumptions\n"

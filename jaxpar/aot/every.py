@@ -81,8 +81,8 @@ class Row:
 
     @property
     def proved(self) -> bool:
-        """Whether it compiles for every target, or its `check` says why it does not."""
-        return self.case.plan is None or all(one.compiles for one in self.outcomes.values())
+        """Whether it compiles for every target; one that no plan shows has compiled for none."""
+        return bool(self.outcomes) and all(one.compiles for one in self.outcomes.values())
 
     @property
     def cells(self) -> list[str]:

@@ -80,7 +80,8 @@ def _for_cache(found: CompiledStep, config: ModelConfig) -> str:
 
 def _for_temporaries(found: CompiledStep, left: int) -> str:
     room = found.memory.capacity - found.memory.weights - found.memory.cache
-    option, value = ("--chunk", found.step.tokens) if found.phase == "prefill" else ("--batch", found.batch)
+    chunk = found.step.tokens * found.plan.mesh.cp
+    option, value = ("--chunk", chunk) if found.phase == "prefill" else ("--batch", found.batch)
     # They grow no faster than the tokens of a step.
     smaller = max(1, int(value * room / left))
     smaller = 1 << (smaller.bit_length() - 1)

@@ -135,14 +135,14 @@ def attend(
 
     def cells(x: jax.Array, tile: int) -> jax.Array:
         """[K, B, length, ...] -> [1, K * B, whole tiles, ...]."""
-        x = _whole(x, 2, tile, 0)
+        x = in_whole_blocks(x, 2, tile, 0)
         return x.reshape(1, heads * lanes, *x.shape[2:])
 
     def alike(x: jax.Array) -> jax.Array:
         """[B, ...] -> [K * B, ...]: the same for every KV head."""
         return jnp.tile(x, (heads, *[1] * (x.ndim - 1)))
 
-    at = _whole(q_positions, 1, sizes.queries, -1), _whole(k_positions, 1, sizes.keys, -1)
+    at = in_whole_blocks(q_positions, 1, sizes.queries, -1), in_whole_blocks(k_positions, 1, sizes.keys, -1)
     work = _Work(
         Cells(cells(q, sizes.queries), cells(k, sizes.keys), cells(v, sizes.keys), *(alike(x)[None] for x in at)),
         alike(seen_tiles(*at, sizes.queries, sizes.part, window)),
@@ -159,9 +159,9 @@ def attend(
     return Partial(*(x[0, :, :queries].reshape(heads, lanes, queries, *x.shape[3:]) for x in done))
 
 
-def _whole(x: jax.Array, axis: int, tile: int, value: int) -> jax.Array:
-    """Pad `axis` to whole tiles."""
-    widths = [(0, -x.shape[axis] % tile if dim == axis else 0, 0) for dim in range(x.ndim)]
+def in_whole_blocks(x: jax.Array, axis: int, block: int, value: int = 0) -> jax.Array:
+    """Pad `axis` with `value` to whole blocks."""
+    widths = [(0, -x.shape[axis] % block if dim == axis else 0, 0) for dim in range(x.ndim)]
     return lax.pad(x, jnp.asarray(value, x.dtype), widths)
 
 

@@ -44,11 +44,11 @@ def calibrate(
     spec, preset = (all_devices(platform), None) if mesh is None else resolve_mesh(mesh)
     with progress("Measuring") as shown:
         found = measure(spec, preset, platform, say=lambda text: shown.say(f"Measuring: {text}"))
+    write_preset(found, out, f"{spec} on {found.device.kind}, as `jaxpar calibrate` measured it")
     if plot is not None:
         from jaxpar.calibrate.plot import draw
 
         draw(found, plot)
-    write_preset(found, out, f"{spec} on {found.device.kind}, as `jaxpar calibrate` measured it")
     if json:
         print_json(found.to_json() | {"out": str(out)})
         return

@@ -116,8 +116,6 @@ def _question(
         if time is not None and not 0 < time < float("inf"):
             raise PlanError(f"{option} {time:g}: give milliseconds above 0")
     asked = Workload(*workload)
-    if asked.output == 1:
-        raise PlanError("output=1: prefill makes the only token, and nothing is decoded; plan for 2 tokens or more")
     limits = Targets(*(None if time is None else time / 1e3 for time in targets))
     devices = Cluster.parse(cluster)
     config = open_checkpoint(model_dir(model)).config

@@ -12,8 +12,7 @@ from packaging.requirements import Requirement
 _SHOWN = ("jax", "jaxlib", "flax", "libtpu", "jax-cuda12-plugin", "jax-cuda12-pjrt", "jax-cuda13-plugin",
           "jax-cuda13-pjrt", "jax-rocm7-plugin", "jax-rocm7-pjrt")  # fmt: skip
 _OF_JAX = {"jaxlib": "", "libtpu": "tpu", "jax-cuda12-plugin": "cuda12", "jax-cuda13-plugin": "cuda13"}
-_COMPILERS = {"tpu": (("libtpu",),), "gpu": (("jax-cuda13-plugin", "jax-cuda13-pjrt"),
-                                             ("jax-cuda12-plugin", "jax-cuda12-pjrt"))}  # fmt: skip
+_COMPILERS = {"tpu": ("libtpu",), "gpu": ("jax-cuda13-plugin", "jax-cuda13-pjrt")}
 
 Find = Callable[[str], str | None]
 State = Literal["installed", "other version", "not installed"]
@@ -74,12 +73,11 @@ def find_extras(find: Find = installed) -> list[Extra]:
 
 
 def find_compilers(find: Find = installed) -> list[Compiler]:
-    """The platforms of accelerators, and whether their compilers are installed."""
-    found = []
-    for platform, ways in _COMPILERS.items():
-        there = [way for way in ways if all(find(name) is not None for name in way)]
-        found.append(Compiler(platform, bool(there), (there or ways)[0]))
-    return found
+    """The platforms of accelerators, and whether `jaxpar compile` finds their compilers."""
+    return [
+        Compiler(platform, all(find(name) is not None for name in names), names)
+        for platform, names in _COMPILERS.items()
+    ]
 
 
 def _extra(name: str, find: Find) -> Extra:

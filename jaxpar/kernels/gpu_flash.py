@@ -22,7 +22,7 @@ from jax.experimental import pallas as pl
 
 from jaxpar.attention.partial import NO_WINDOW, Partial, Window, merge_all
 from jaxpar.attention.store import Pages
-from jaxpar.attention.tiles import attend_flops, full_tiles, seen_tiles
+from jaxpar.attention.tiles import attend_flops, full_tiles, in_whole_blocks, seen_tiles
 from jaxpar.kernels.triton_call import LEAST, Ref, dot, triton_call
 
 ROWS, KEYS = 128, 64
@@ -45,10 +45,14 @@ class _Lists(NamedTuple):
 MOST_SIZE = 256
 """Numbers of a key or a value, at most: with more, blocks and results leave the registers."""
 
+MOST_BYTES = 1024
+"""Bytes of a key with its value, at most: three blocks under way take 192 of the 227 KiB that a core shares."""
+
 
 def fits(k: jax.Array, v: jax.Array) -> bool:
     """Whether the kernel takes these: whole blocks of numbers, and places in the planes that an int32 can count."""
     small = all(x.shape[-1] <= MOST_SIZE and x.size < 1 << 31 for x in (k, v))
+    small = small and sum(x.shape[-1] * x.dtype.itemsize for x in (k, v)) <= MOST_BYTES
     return small and not k.shape[-1] % LEAST and len(_parts(v.shape[-1])) == 1 and v.shape[-1] >= LEAST
 
 
@@ -67,7 +71,7 @@ def attend(
 ) -> Partial:
     """What `attention.tiles.attend` gives; arrays as there. `interpret`: as XLA operations, on any backend."""
     block = min(KEYS, max(LEAST, pl.next_power_of_2(k.shape[2])))
-    k, v = (_whole(x, 2, block) for x in (k, v))
+    k, v = (in_whole_blocks(x, 2, block) for x in (k, v))
     cells = q.shape[0] * q.shape[1]
     planes = [x.reshape(cells * x.shape[2], x.shape[3]) for x in (k, v)]
     return _attend(q, planes, None, q_positions, k_positions, block, onto, window, scale, interpret)
@@ -93,7 +97,9 @@ def attend_pages(
     places = slots.reshape(heads * lanes, -1)
     block = min(KEYS, max(LEAST, pl.next_power_of_2(places.shape[1])))
     planes = [x.reshape(-1, x.shape[-1]) for x in (pages.k, pages.v)]
-    return _attend(q, planes, _whole(places, 1, block), q_positions, k_positions, block, None, window, scale, interpret)
+    return _attend(
+        q, planes, in_whole_blocks(places, 1, block), q_positions, k_positions, block, None, window, scale, interpret
+    )
 
 
 def _attend(
@@ -112,13 +118,13 @@ def _attend(
     heads, lanes, queries, group, size = q.shape
     rows, cells, value_size = queries * group, heads * lanes, planes[1].shape[-1]
     tile = min(ROWS, max(LEAST, pl.next_power_of_2(rows)))
-    q_at = _whole(jnp.repeat(q_positions, group, axis=1), 1, tile, -1)
-    k_at = _whole(k_positions, 1, block, -1)
+    q_at = in_whole_blocks(jnp.repeat(q_positions, group, axis=1), 1, tile, -1)
+    k_at = in_whole_blocks(k_positions, 1, block, -1)
     lists = _lists(q_at, k_at, tile, block, window)
     tiles, blocks = lists.blocks.shape[1:]
     splits = max(1, min(AT_ONCE // (cells * tiles), MOST_SPLITS, blocks))
     width = jnp.asarray(NO_WINDOW if window is None else window, jnp.int32).reshape(1)
-    held = [] if onto is None else [_whole(x.reshape(cells, rows, *x.shape[4:]), 1, tile) for x in onto]
+    held = [] if onto is None else [in_whole_blocks(x.reshape(cells, rows, *x.shape[4:]), 1, tile) for x in onto]
     optional = [*([] if places is None else [places]), *held]
     shape = (splits, cells, tiles * tile)
     call = triton_call(
@@ -131,7 +137,7 @@ def _attend(
         warps=4 if tile < ROWS else 8,
         interpret=interpret,
     )
-    by_cell = _whole(q.reshape(cells, rows, size), 1, tile)
+    by_cell = in_whole_blocks(q.reshape(cells, rows, size), 1, tile)
     out, lse = call(*lists, q_at, k_at, width, by_cell, *planes, *optional)
     part = Partial(out[0], lse[0]) if splits == 1 else merge_all(Partial(out, lse))
     return Partial(*(x[:, :rows].reshape(heads, lanes, queries, group, *x.shape[2:]) for x in part))
@@ -198,13 +204,6 @@ def _kernel(
     safe = jnp.where(total == 0, 1.0, total)
     out[split, cell, mine, :] = values / safe[:, None]
     lse[split, cell, mine] = jnp.where(total == 0, -jnp.inf, top + jnp.log(safe))
-
-
-def _whole(x: jax.Array, axis: int, block: int, value: int = 0) -> jax.Array:
-    """Pad `axis` to whole blocks."""
-    missing = -x.shape[axis] % block
-    widths = [(0, missing if dim == axis else 0) for dim in range(x.ndim)]
-    return jnp.pad(x, widths, constant_values=value) if missing else x
 
 
 def _parts(size: int) -> list[tuple[int, int]]:

@@ -20,7 +20,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from jaxpar.attention.partial import NO_WINDOW, Partial, Window
-from jaxpar.attention.tiles import attend_flops
+from jaxpar.attention.tiles import attend_flops, in_whole_blocks
 from jaxpar.kernels.tpu_sums import (
     LANES,
     Ref,
@@ -32,6 +32,7 @@ from jaxpar.kernels.tpu_sums import (
     sums_in_vmem,
     to_column,
     to_row,
+    typed_like,
     without_nothing,
 )
 
@@ -66,10 +67,10 @@ def attend(
     heads, lanes, queries, group, size = q.shape
     rows, keys, value_size = queries * group, k.shape[2], v.shape[3]
     cells, q_block, k_block = heads * lanes, _block(rows, ROWS), _block(keys, KEYS)
-    q_at = _whole(jnp.repeat(q_positions, group, axis=1), 1, q_block, -1)
-    k_at = _whole(k_positions, 1, k_block, -1)
+    q_at = in_whole_blocks(jnp.repeat(q_positions, group, axis=1), 1, q_block, -1)
+    k_at = in_whole_blocks(k_positions, 1, k_block, -1)
     by_cell = [
-        _whole(x.reshape(cells, length, x.shape[-1]), 1, block)
+        in_whole_blocks(x.reshape(cells, length, x.shape[-1]), 1, block)
         for x, length, block in ((q, rows, q_block), (k, keys, k_block), (v, keys, k_block))
     ]
     grid = (cells, q_at.shape[1] // q_block, k_at.shape[1] // k_block)
@@ -107,8 +108,8 @@ def attend(
     kernel = pl.pallas_call(
         partial(_kernel, seen, lanes, window is not None, scale),
         out_shape=[
-            _typed_like(q, (cells, grid[1] * q_block, value_size)),
-            _typed_like(q, (cells, 1, grid[1] * q_block)),
+            typed_like(q, (cells, grid[1] * q_block, value_size)),
+            typed_like(q, (cells, 1, grid[1] * q_block)),
         ],
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=len(scalars),
@@ -202,19 +203,7 @@ def _block(length: int, most: int) -> int:
     return min(-(-length // LANES) * LANES, most)
 
 
-def _whole(x: jax.Array, axis: int, block: int, value: int = 0) -> jax.Array:
-    """Pad `axis` to whole blocks."""
-    missing = -x.shape[axis] % block
-    widths = [(0, missing if dim == axis else 0) for dim in range(x.ndim)]
-    return jnp.pad(x, widths, constant_values=value) if missing else x
-
-
 def _by_row(part: Partial, cells: int, block: int) -> list[jax.Array]:
     """A partial result as the kernel takes and gives it: [cells, rows, d], and the LSE [cells, 1, rows]."""
     out = part.out.reshape(cells, -1, part.out.shape[-1])
-    return [_whole(out, 1, block), _whole(part.lse.reshape(cells, 1, -1), 2, block)]
-
-
-def _typed_like(x: jax.Array, shape: tuple[int, ...]) -> jax.ShapeDtypeStruct:
-    """Float32 of `shape` that varies over ranks as `x` does."""
-    return jax.ShapeDtypeStruct(shape, jnp.float32, manual_axis_type=jax.typeof(x).manual_axis_type)
+    return [in_whole_blocks(out, 1, block), in_whole_blocks(part.lse.reshape(cells, 1, -1), 2, block)]

@@ -15,6 +15,7 @@ Requests are dealt over the two cores of a chip that has two (v4, v5p).
 
 from __future__ import annotations
 
+import math
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -26,7 +27,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from jaxpar.attention.partial import NO_WINDOW, Partial, Window
 from jaxpar.attention.store import Pages
-from jaxpar.attention.tiles import attend_flops
+from jaxpar.attention.tiles import attend_flops, in_whole_blocks
 from jaxpar.kernels.tpu_sums import (
     LANES,
     Ref,
@@ -36,6 +37,7 @@ from jaxpar.kernels.tpu_sums import (
     open_sums,
     sums_in_vmem,
     to_column,
+    typed_like,
     without_nothing,
 )
 
@@ -93,8 +95,8 @@ def attend(
     page_size, value_size = pages.k.shape[2], pages.v.shape[3]
     in_block = _pages_a_block(pages)
     keys = in_block * page_size
-    table = _whole(pages.table, in_block).reshape(-1, 1, in_block)
-    positions = _whole(k_positions, keys)
+    table = in_whole_blocks(pages.table, 1, in_block, -1).reshape(-1, 1, in_block)
+    positions = in_whole_blocks(k_positions, 1, keys, -1)
     width = jnp.asarray(NO_WINDOW if window is None else window, jnp.int32).reshape(1)
     work = _work_of(q_positions, positions.reshape(lanes, -1, keys), width[0])
     cores, items = work.lane.shape
@@ -113,7 +115,7 @@ def attend(
     read = lanes * heads * k_positions.shape[1] * (size + value_size) * itemsize + positions.size * 4
     kernel = pl.pallas_call(
         partial(_kernel, items, scale),
-        out_shape=[_typed_like(q, (lanes, heads, group, width)) for width in (value_size, 1)],
+        out_shape=[typed_like(q, (lanes, heads, group, width)) for width in (value_size, 1)],
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=len(scalars),
             grid=(cores, items),
@@ -229,17 +231,6 @@ def _pages_a_block(pages: Pages) -> int:
     """So many that a block is whole rows of LANES keys."""
     heads, _, page_size, size = pages.k.shape
     of_key = 2 * heads * (size + pages.v.shape[3]) * pages.k.dtype.itemsize
-    step = LANES // page_size if LANES % page_size == 0 else LANES
+    step = LANES // math.gcd(LANES, page_size)
     most = min(KEYS, BUFFERS // of_key, pages.table.shape[1] * page_size)
     return max(most // (step * page_size), 1) * step
-
-
-def _whole(x: jax.Array, block: int) -> jax.Array:
-    """[B, n] with -1 up to whole blocks."""
-    missing = -x.shape[1] % block
-    return jnp.pad(x, ((0, 0), (0, missing)), constant_values=-1) if missing else x
-
-
-def _typed_like(x: jax.Array, shape: tuple[int, ...]) -> jax.ShapeDtypeStruct:
-    """Float32 of `shape` that varies over ranks as `x` does."""
-    return jax.ShapeDtypeStruct(shape, jnp.float32, manual_axis_type=jax.typeof(x).manual_axis_type)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from rich.table import Table
@@ -85,7 +85,8 @@ def _checked(question: Question, target: Target, number: int, pool: Pool, phase:
     config, plan, workload = question.config, pool.plan, question.workload
     batch, context = (pool.replicas, workload.input) if phase == "prefill" else (pool.batch, workload.longest)
     found = compile_step(config, plan, target, phase, batch, context)
-    assumed, memory = question.assumed, found.memory
+    # What is compiled is of the plan's dtype throughout.
+    assumed, memory = replace(question.assumed, weight_dtype=None, kv_dtype=None), found.memory
     weights = memory_of(config, plan, question.cluster.device, workload, assumed, batch).weight_bytes
     left = memory.total - memory.weights - memory.cache - memory.inputs
     step = found.step.batches[0]

@@ -19,6 +19,8 @@ def read_plan(text: str, question: Question) -> Plan:
     Raises:
         MeshError, PlanError: no mesh, a field or value that no plan has, or more devices than the cluster's.
     """
+    if not text.strip():
+        raise PlanError('the plan is empty: write a number of the table, or "dp=4,tp=8 chunk=2048"')
     mesh, settings = MeshSpec(), {}
     known: dict[str, Any] = {field.name: field.default for field in fields(Plan)}
     for piece in text.split():

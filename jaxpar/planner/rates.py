@@ -64,10 +64,9 @@ def framework_of(device: DeviceKind, assumed: Assumptions) -> float:
 
 
 def _products(device: DeviceKind, assumed: Assumptions, dtype: str) -> float:
-    """FLOP/s of matrix products of a dtype."""
-    if dtype in EIGHT_BITS:
-        peak = device.peak_fp8_flops or device.peak_bf16_flops
-        return peak * (assumed.fp8_efficiency or device.efficiency.get("fp8") or TYPICAL_FP8)
+    """FLOP/s of matrix products of a dtype; a device without 8-bit products multiplies in 16 bits."""
+    if dtype in EIGHT_BITS and device.peak_fp8_flops:
+        return device.peak_fp8_flops * (assumed.fp8_efficiency or device.efficiency.get("fp8") or TYPICAL_FP8)
     measured = device.efficiency.get("float32" if dtype == "float32" else "bfloat16")
     return device.peak_bf16_flops * (assumed.matmul_efficiency or measured or TYPICAL_MATMUL)
 

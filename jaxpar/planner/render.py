@@ -162,19 +162,14 @@ def roofline_table(one: Estimate) -> Table:
 
 
 def runs(one: Estimate, assumed: Assumptions) -> str:
-    """What the lines below it do."""
-    text = "It runs with"
+    """What the lines below it do, and what of the estimate they do not."""
+    dtypes = {"weights": assumed.weight_dtype, "cache": assumed.kv_dtype, "attention": assumed.attention_dtype}
+    others = [f"{what} in {dtype}" for what, dtype in dtypes.items() if dtype not in (None, one.plan.dtype)]
+    lacks = [f"all of it in {one.plan.dtype}, without the {', '.join(others)} of the estimate"] if others else []
     if one.apart:
-        text = "Each pool runs its plan with (jaxpar has no server that passes caches from one pool to the other)"
-    names = ("weight_dtype", "kv_dtype", "attention_dtype")
-    other = [
-        f"{name}={getattr(assumed, name)}" for name in names if getattr(assumed, name) not in (None, one.plan.dtype)
-    ]
-    return (
-        f"{text}\n(in {one.plan.dtype} throughout: {', '.join(other)} is assumed, and jaxpar has none)"
-        if other
-        else text
-    )
+        lacks.append("jaxpar has no server that passes caches from one pool to the other")
+    said = "Each pool runs its plan with" if one.apart else "It runs with"
+    return f"{said} ({'; '.join(lacks)})" if lacks else said
 
 
 def phase_share(steps: Iterable[tuple[StepTime, int]], name: str) -> float:
@@ -202,7 +197,8 @@ def limits_lines(found: Iterable[Limit]) -> list[str]:
 def assumptions_table(question: Question) -> Table:
     """Every assumption with what it comes to for this device; each can be set."""
     values = assumed_values(question)
-    rows = [[name, values[name], what] for name, what in question.assumed.names().items()]
+    told = {name: f"{value:g}" if isinstance(value, float) else value for name, value in values.items()}
+    rows = [[name, told[name], what] for name, what in question.assumed.names().items()]
     return table("Assumed (--assume name=value)", ["name", "value", "what it is"], rows, left=3)
 
 
@@ -231,4 +227,4 @@ def assumed_values(question: Question) -> dict[str, object]:
         if name == "imbalance" and question.loads is not None:
             value = "as measured"
         found[name] = of_device.get(name) if value is None else value
-    return {name: f"{value:g}" if isinstance(value, float) else value for name, value in found.items()}
+    return found

@@ -64,8 +64,10 @@ def together(prefill: float, interval: float, decode: float, output: int, lanes:
     steps = output - 1
     cycle = lanes * interval + steps * decode
     others = (lanes - 1) * interval / cycle
-    queue = others * interval / (2 * (1 - others)) + decode / 2 if lanes > 1 else 0.0
-    tpot = decode + (lanes - 1) * interval / max(steps, 1)
+    running = decode / 2 if steps else 0.0
+    queue = others * interval / (2 * (1 - others)) + running if lanes > 1 else 0.0
+    # Requests of one token have none after which another could come.
+    tpot = decode + (lanes - 1) * interval / steps if steps else decode
     return Served(requests / cycle, FirstToken(queue, prefill), tpot, lanes * interval / cycle)
 
 
