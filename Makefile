@@ -18,7 +18,7 @@ test: $(VENV)/installed-dev
 	$(BIN)/python -m pytest -n auto
 
 test-compile: $(VENV_COMPILE)/installed
-	$(VENV_COMPILE)/bin/python -m pytest -m compile tests/compile
+	$(VENV_COMPILE)/bin/python -m pytest -n auto -m compile tests/compile
 
 check: $(VENV)/installed-dev
 	$(BIN)/ruff format --check .
