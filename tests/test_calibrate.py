@@ -160,12 +160,12 @@ def test_the_command_writes_tables_or_json_a_preset_and_a_picture(tmp_path: Path
     assert f"{FOUND.mesh}: 16 ranks" in run("mesh", out).out
 
 
-def test_a_picture_that_cannot_be_written_loses_no_measurement(tmp_path: Path) -> None:
+def test_a_picture_that_cannot_be_written_is_refused_before_anything_is_measured(tmp_path: Path) -> None:
     out = tmp_path / "mine.toml"
-    with patch("jaxpar.calibrate.measure.calibrate", return_value=FOUND):
+    with patch("jaxpar.calibrate.measure.calibrate") as measured:
         done = run("calibrate", "--out", out, "--plot", tmp_path / "absent" / "fits.png", "--mesh", "h200-8")
     assert done.status == 2 and "cannot be written" in done.err
-    assert load_preset(out).device.fits == FOUND.device.fits
+    assert not measured.called and not out.exists()
 
 
 def test_what_two_models_take_beyond_their_work_is_overhead_of_steps_and_of_kernels() -> None:

@@ -43,7 +43,7 @@ def doctor(
     platform: Platform = None,
     json: Json = False,
 ) -> None:
-    """Say what this machine has, and run every strategy on its devices.
+    """Say what this machine has, and prove every strategy on it.
 
     Devices, their memory and links, JAX and what belongs to it, the accelerators that programs can be compiled for.
     Then every strategy runs at a small shape, and each logit and token of every rank is compared with one device of the
