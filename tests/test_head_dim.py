@@ -256,8 +256,8 @@ def test_decode_of_llama_3_70b_at_tp_16_sends_the_scores_of_eight_queries_over_p
     step = Step(config, plan, "decode", lanes=64, tokens=1, keys=4096)
     # 64 requests x 8 queries x 4096 keys x 4 bytes = 8 MiB: of two ranks each sends half, and half of the sums.
     assert chosen(step)["decode_attention"].traffic(step) == [
-        Traffic("decode_attention", "head_dim", "reduce_scatter", ("tp",), 80, 8 * MIB, 80 * 4 * MIB),
-        Traffic("decode_attention", "head_dim", "all_gather", ("tp",), 80, 4 * MIB, 80 * 4 * MIB),
+        Traffic("decode_attention", "head_dim", "reduce_scatter", ("tp",), 80, 8 * MIB, 80 * 4 * MIB, ranks=2),
+        Traffic("decode_attention", "head_dim", "all_gather", ("tp",), 80, 4 * MIB, 80 * 4 * MIB, ranks=2),
     ]
     # Half of a KV head of 128 dimensions in keys and in values, of 64 requests of 4096 keys, 2 bytes each.
     assert step.bag_bytes == [64 * 4096 * 64 * 2] * 2
