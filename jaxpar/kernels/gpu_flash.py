@@ -23,7 +23,7 @@ from jax.experimental import pallas as pl
 from jaxpar.attention.partial import NO_WINDOW, Partial, Window, merge_all
 from jaxpar.attention.store import Pages
 from jaxpar.attention.tiles import attend_flops, full_tiles, in_whole_blocks, seen_tiles
-from jaxpar.kernels.triton_call import LEAST, Ref, dot, triton_call
+from jaxpar.kernels.triton_call import LEAST, Ref, dot, fitting_block, triton_call
 
 ROWS, KEYS = 128, 64
 """Rows and keys of a block: with heads of 128 the results, in registers, and two blocks of keys and values fit."""
@@ -33,6 +33,12 @@ AT_ONCE = 264
 
 MOST_SPLITS = 16
 
+MOST_SIZE = 256
+"""Numbers of a key or a value, at most: with more, blocks and results leave the registers."""
+
+MOST_BYTES = 1024
+"""Bytes of a key with its value, at most: three blocks under way take 192 of the 227 KiB that a core shares."""
+
 
 class _Lists(NamedTuple):
     """Blocks of keys of each lane and block of rows: [B, R, C] block numbers, [B, R] how many are full and seen."""
@@ -40,13 +46,6 @@ class _Lists(NamedTuple):
     blocks: jax.Array
     full: jax.Array
     seen: jax.Array
-
-
-MOST_SIZE = 256
-"""Numbers of a key or a value, at most: with more, blocks and results leave the registers."""
-
-MOST_BYTES = 1024
-"""Bytes of a key with its value, at most: three blocks under way take 192 of the 227 KiB that a core shares."""
 
 
 def fits(k: jax.Array, v: jax.Array) -> bool:
@@ -70,7 +69,7 @@ def attend(
     interpret: bool = False,
 ) -> Partial:
     """What `attention.tiles.attend` gives; arrays as there. `interpret`: as XLA operations, on any backend."""
-    block = min(KEYS, max(LEAST, pl.next_power_of_2(k.shape[2])))
+    block = fitting_block(k.shape[2], KEYS)
     k, v = (in_whole_blocks(x, 2, block) for x in (k, v))
     cells = q.shape[0] * q.shape[1]
     planes = [x.reshape(cells * x.shape[2], x.shape[3]) for x in (k, v)]
@@ -95,7 +94,7 @@ def attend_pages(
     page = jnp.arange(heads, dtype=jnp.int32)[:, None, None] * count + jnp.clip(pages.table, 0, count - 1)[None]
     slots = page[..., None] * page_size + jnp.arange(page_size, dtype=jnp.int32)[None, None, None]
     places = slots.reshape(heads * lanes, -1)
-    block = min(KEYS, max(LEAST, pl.next_power_of_2(places.shape[1])))
+    block = fitting_block(places.shape[1], KEYS)
     planes = [x.reshape(-1, x.shape[-1]) for x in (pages.k, pages.v)]
     return _attend(
         q, planes, in_whole_blocks(places, 1, block), q_positions, k_positions, block, None, window, scale, interpret
@@ -117,7 +116,7 @@ def _attend(
     """Over planes [N, d] of keys and values, in which those of a cell lie at its `places` (None: in a row)."""
     heads, lanes, queries, group, size = q.shape
     rows, cells, value_size = queries * group, heads * lanes, planes[1].shape[-1]
-    tile = min(ROWS, max(LEAST, pl.next_power_of_2(rows)))
+    tile = fitting_block(rows, ROWS)
     q_at = in_whole_blocks(jnp.repeat(q_positions, group, axis=1), 1, tile, -1)
     k_at = in_whole_blocks(k_positions, 1, block, -1)
     lists = _lists(q_at, k_at, tile, block, window)
@@ -130,7 +129,7 @@ def _attend(
     call = triton_call(
         partial(_kernel, (tile, block, lanes, splits), places is not None, bool(held), window is not None, scale),
         grid=(tiles, cells, splits),
-        shapes=[((*shape, value_size), jnp.float32), (shape, jnp.float32)],
+        shapes=[(*shape, value_size), shape],
         like=q,
         flops=attend_flops(lanes, heads * group, group, queries, k_positions.shape[1], size, value_size),
         bytes_accessed=sum(x.size * x.dtype.itemsize for x in (q, *planes)) + 4 * cells * rows * value_size,

@@ -20,7 +20,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 
-from jaxpar.kernels.triton_call import LEAST, Ref, dot, largest_block, triton_call
+from jaxpar.kernels.triton_call import LEAST, Ref, dot, fitting_block, largest_block, triton_call
 from jaxpar.moe.tiles import owned_tiles
 
 MOST = 128
@@ -43,14 +43,14 @@ def product(
     """As `kernels.grouped.product`, but rows from sum(counts) on hold anything. `interpret`: on any backend."""
     count, experts = len(rows), len(weights)
     summed, width = weights.shape[contracted], weights.shape[3 - contracted]
-    tile = max(LEAST, min(MOST, pl.next_power_of_2(-(-count // experts))))
+    tile = fitting_block(-(-count // experts), MOST)
     rows = jnp.pad(rows, ((0, max(tile - count, 0)), (0, 0)))
     columns, depth = largest_block(width, WIDTH), largest_block(summed, DEPTH)
     tiles = owned_tiles(counts, count, tile)
     call = triton_call(
         partial(_kernel, tile, columns, depth, contracted),
         grid=(len(tiles.expert), width // columns),
-        shapes=[((len(rows), width), jnp.float32)],
+        shapes=[(len(rows), width)],
         like=rows,
         flops=2 * count * summed * width,
         bytes_accessed=rows.size * rows.dtype.itemsize + weights.size * weights.dtype.itemsize + 4 * count * width,

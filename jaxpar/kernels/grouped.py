@@ -35,7 +35,7 @@ def product(rows: jax.Array, weights: jax.Array, counts: jax.Array, contracted: 
     Returns:
         W is the other of O and I; 0 for rows from sum(counts) on.
     """
-    of_tile = partial(_times, contracted=contracted - 1)
+    of_tile = partial(times, contracted=contracted - 1)
     width = weights.shape[3 - contracted]
 
     def tiled(rows: jax.Array, weights: jax.Array, counts: jax.Array) -> jax.Array:
@@ -60,8 +60,8 @@ def outer(left: jax.Array, right: jax.Array, counts: jax.Array) -> jax.Array:
     return by_backend(left, right, counts, tpu=ragged, gpu=ragged, default=outer_in_tiles)
 
 
-def _times(rows: jax.Array, weights: jax.Array, contracted: int) -> jax.Array:
-    """[n, I] times [O, I], or [I, O] if dimension 0 is contracted."""
+def times(rows: jax.Array, weights: jax.Array, contracted: int = 1) -> jax.Array:
+    """[n, I] times [O, I] of one expert -> float32 [n, O]; [I, O] if dimension 0 is `contracted`."""
     return lax.dot_general(rows, weights, (((1,), (contracted,)), ((), ())), preferred_element_type=jnp.float32)
 
 

@@ -32,9 +32,9 @@ from jaxpar.kernels.tpu_sums import (
     sums_in_vmem,
     to_column,
     to_row,
-    typed_like,
     without_nothing,
 )
+from jaxpar.kernels.typed import typed_like
 
 ROWS, KEYS = 512, 512
 """Rows and keys of a block: what is read of keys is used for 512 FLOPs a byte, and a v5p computes 166 in its time."""

@@ -11,9 +11,8 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 from jax.experimental.pallas.ops.tpu.megablox.gmm import gmm
-from jax.sharding import PartitionSpec as P
 
-from jaxpar.collectives.types import match_varying
+from jaxpar.kernels.typed import of_jax
 
 ROWS = (256, 128, 64, 32, 16)
 """Rows of a block, of which the largest that divides them is taken."""
@@ -48,11 +47,7 @@ def product(
             transpose_rhs=contracted == 2, interpret=interpret,
         )  # fmt: skip
 
-    if jax.sharding.get_abstract_mesh().empty:
-        return kernel(rows, weights, counts)
-    # JAX's kernels do not say over which axes their results vary: around them nothing is checked, and then it is said.
-    unchecked = jax.shard_map(kernel, in_specs=(P(), P(), P()), out_specs=P(), axis_names=set(), check_vma=False)
-    return match_varying(unchecked(rows, weights, counts), rows, weights, counts)
+    return of_jax(kernel, rows, weights, counts)
 
 
 def _block(size: int) -> int:

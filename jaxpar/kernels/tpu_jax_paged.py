@@ -12,14 +12,13 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas.ops.tpu.paged_attention import paged_attention
-from jax.sharding import PartitionSpec as P
 
 from jaxpar.attention.partial import Window
 from jaxpar.attention.store import Pages
 from jaxpar.attention.tiles import attend_flops
-from jaxpar.collectives.types import match_varying
 from jaxpar.kernels import tpu_paged
 from jaxpar.kernels.costed import costed
+from jaxpar.kernels.typed import of_jax
 
 KEYS = 512
 """Keys of a block, at most: 32 pages of 16, of one KV head."""
@@ -80,11 +79,5 @@ def _paged_attention(
         bytes_accessed=2 * size * lanes * heads * (keys * pages.k.dtype.itemsize + 4 * group),
     )
     call = partial(inspect.unwrap(paged_attention), pages_per_compute_block=in_block, megacore_mode=split)
-    kernel = costed(call, cost, interpret)
-    operands = by_lane, pages.k, pages.v, lengths, table
-    if not jax.sharding.get_abstract_mesh().empty:
-        # JAX's kernels do not say over which axes their results vary: around them nothing is checked, then it is said.
-        specs = tuple(P() for _ in operands)
-        kernel = jax.shard_map(kernel, in_specs=specs, out_specs=P(), axis_names=set(), check_vma=False)
-    out = match_varying(kernel(*operands), *operands)
+    out = of_jax(costed(call, cost, interpret), by_lane, pages.k, pages.v, lengths, table)
     return out.reshape(lanes, heads, 1, group, size).transpose(1, 0, 2, 3, 4)

@@ -27,7 +27,8 @@ from jax.experimental.pallas import tpu as pltpu
 
 from jaxpar.attention.partial import NO_WINDOW, Partial, Window
 from jaxpar.attention.store import Pages
-from jaxpar.attention.tiles import attend_flops, in_whole_blocks
+from jaxpar.attention.tiles import attend_flops, full_tiles, in_whole_blocks, seen_tiles
+from jaxpar.kernels import tpu_write
 from jaxpar.kernels.tpu_sums import (
     LANES,
     Ref,
@@ -37,9 +38,9 @@ from jaxpar.kernels.tpu_sums import (
     open_sums,
     sums_in_vmem,
     to_column,
-    typed_like,
     without_nothing,
 )
+from jaxpar.kernels.typed import typed_like
 
 KEYS = 512
 """Keys of a block, at most: 32 pages of 16."""
@@ -62,8 +63,7 @@ class _Work(NamedTuple):
 
 def fits(pages: Pages) -> bool:
     """Whether a page is made of whole tiles of a TPU's memory, which is what can be copied."""
-    rows = 32 // pages.k.dtype.itemsize
-    return pages.k.shape[2] % rows == 0 and all(plane.shape[3] % LANES == 0 for plane in (pages.k, pages.v))
+    return tpu_write.fits([pages.k, pages.v])
 
 
 # Traced once for all layers: a kernel takes long to trace.
@@ -98,7 +98,7 @@ def attend(
     table = in_whole_blocks(pages.table, 1, in_block, -1).reshape(-1, 1, in_block)
     positions = in_whole_blocks(k_positions, 1, keys, -1)
     width = jnp.asarray(NO_WINDOW if window is None else window, jnp.int32).reshape(1)
-    work = _work_of(q_positions, positions.reshape(lanes, -1, keys), width[0])
+    work = _work_of(q_positions, positions, keys, width[0])
     cores, items = work.lane.shape
 
     def here(core: Any, item: Any, number: Ref, lane: Ref, block: Ref, *_: Ref) -> tuple[Any, ...]:
@@ -208,15 +208,11 @@ def _kernel(items: int, scale: float, *refs: Ref) -> None:
             out[head], lse[head] = close_sums(Sums(*(x.at[head] for x in sums)))
 
 
-def _work_of(q_positions: jax.Array, k_positions: jax.Array, window: jax.Array) -> _Work:
-    """The work on keys of positions [B, blocks, keys of a block] for a query [B, 1] of each request."""
-    lanes, blocks, _ = k_positions.shape
-    never = jnp.iinfo(jnp.int32).max
-    least, last = k_positions.min(axis=2), k_positions.max(axis=2)
-    first = jnp.where(k_positions >= 0, k_positions, never).min(axis=2)
-    seen = (first <= q_positions) & (q_positions < last + window)
+def _work_of(q_positions: jax.Array, k_positions: jax.Array, block_size: int, window: jax.Array) -> _Work:
+    """The work on keys of positions [B, whole blocks of `block_size`] for a query [B, 1] of each request."""
+    seen, full = (of(q_positions, k_positions, 1, block_size, window)[:, 0] for of in (seen_tiles, full_tiles))
+    lanes, blocks = seen.shape
     seen = seen.at[:, 0].set(seen[:, 0] | ~seen.any(axis=1))
-    full = (least >= 0) & (last <= q_positions) & (q_positions - first < window)
     cores = 2 if lanes % 2 == 0 else 1
     seen = seen.reshape(cores, -1)
     number = seen.sum(axis=1, dtype=jnp.int32)

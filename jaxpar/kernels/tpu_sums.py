@@ -83,8 +83,3 @@ def to_column(row: jax.Array) -> jax.Array:
 def to_row(column: jax.Array) -> jax.Array:
     """[n, 1] -> [1, n]; n a multiple of LANES."""
     return jnp.transpose(jnp.broadcast_to(column, (column.shape[0], LANES)))[:1]
-
-
-def typed_like(x: jax.Array, shape: tuple[int, ...]) -> jax.ShapeDtypeStruct:
-    """Float32 of `shape` that varies over ranks as `x` does."""
-    return jax.ShapeDtypeStruct(shape, jnp.float32, manual_axis_type=jax.typeof(x).manual_axis_type)

@@ -20,6 +20,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from jaxpar.kernels.tpu_sums import LANES, Ref
+from jaxpar.kernels.typed import typed_like
 
 PAGES = 4 << 20
 """Bytes of pages that a core has in its memory, at most."""
@@ -87,10 +88,7 @@ def write(
 
     call = pl.pallas_call(
         kernel,
-        out_shape=[
-            jax.ShapeDtypeStruct(plane.shape, plane.dtype, manual_axis_type=jax.typeof(plane).manual_axis_type)
-            for plane in planes
-        ],
+        out_shape=[typed_like(plane, plane.shape, plane.dtype) for plane in planes],
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=2,
             grid=(lanes // together,),

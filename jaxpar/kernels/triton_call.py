@@ -13,6 +13,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 
+from jaxpar.kernels.typed import typed_like
+
 Ref = Any
 """A reference of Pallas to an array, which has no public type."""
 
@@ -23,7 +25,7 @@ LEAST = 16
 def triton_call(
     kernel: Callable[..., None],
     grid: tuple[int, ...],
-    shapes: Sequence[tuple[tuple[int, ...], Any]],
+    shapes: Sequence[tuple[int, ...]],
     like: jax.Array,
     flops: int,
     bytes_accessed: int,
@@ -35,18 +37,17 @@ def triton_call(
     Args:
         kernel: of references to the arguments and to the results.
         grid: how many of it run, at once or in turn.
-        shapes: of each result the shape and dtype.
+        shapes: of the results, which are float32.
         like: an argument that varies over the mesh axes over which the results do.
         flops: what the ledger counts for it, and what a compiled program says of it.
         bytes_accessed: of the device's memory.
         warps: of 32 threads, for each of the grid.
         interpret: as XLA operations, on any backend.
     """
-    varying = jax.typeof(like).manual_axis_type
     call: Callable[..., list[jax.Array]] = pl.pallas_call(
         kernel,
         grid=grid,
-        out_shape=[jax.ShapeDtypeStruct(shape, dtype, manual_axis_type=varying) for shape, dtype in shapes],
+        out_shape=[typed_like(like, shape) for shape in shapes],
         compiler_params=triton.CompilerParams(num_warps=warps, num_stages=3),
         cost_estimate=pl.CostEstimate(flops=flops, transcendentals=0, bytes_accessed=bytes_accessed),
         # The estimate is not kept for a GPU.
@@ -65,3 +66,8 @@ def dot(left: jax.Array, right: jax.Array) -> jax.Array:
 def largest_block(size: int, most: int) -> int:
     """The largest power of 2 up to `most` that divides `size`."""
     return min(most, size & -size)
+
+
+def fitting_block(length: int, most: int) -> int:
+    """The smallest power of 2 that holds `length`, from LEAST to `most`."""
+    return min(most, max(LEAST, pl.next_power_of_2(length)))

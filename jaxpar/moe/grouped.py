@@ -8,11 +8,10 @@ from typing import NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 from jaxpar.collectives.types import match_varying
 from jaxpar.kernels.backend import by_backend
-from jaxpar.kernels.grouped import outer, product
+from jaxpar.kernels.grouped import outer, product, times
 from jaxpar.moe.tiles import rows_in_tiles
 
 T = TypeVar("T")
@@ -111,11 +110,6 @@ def _alike(arrays: T) -> T:
     return matched
 
 
-def _times(rows: jax.Array, weights: jax.Array) -> jax.Array:
-    """[n, I] times [O, I]."""
-    return lax.dot_general(rows, weights, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
-
-
 @jax.custom_vjp
 def _grouped_matmul(rows: jax.Array, weights: jax.Array, counts: jax.Array) -> jax.Array:
     return product(rows, weights, counts, contracted=2)
@@ -178,7 +172,7 @@ def _expert_ffn(activation: Activation, rows: jax.Array, experts: _Experts, coun
 
     def of_tile(rows: jax.Array, expert: _Experts) -> jax.Array:
         bias = None if expert.gate_up_bias is None else expert.gate_up_bias[None]
-        return _times(_gated(activation, _add(_times(rows, expert.gate_up), bias), rows.dtype), expert.down)
+        return times(_gated(activation, _add(times(rows, expert.gate_up), bias), rows.dtype), expert.down)
 
     def tiled(rows: jax.Array, experts: _Experts, counts: jax.Array) -> jax.Array:
         return rows_in_tiles(of_tile, rows, experts, counts, rows.shape[1])
