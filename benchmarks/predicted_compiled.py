@@ -25,7 +25,7 @@ from jaxpar.ledger.hlo import collectives_of
 from jaxpar.ledger.hlo_flops import compiled_flops
 from jaxpar.ledger.hlo_text import Module, array_bytes, parse_module
 from jaxpar.ledger.predict import local_bytes, predict_flops, predict_traffic
-from jaxpar.planner.buffers import activation_bytes, dispatch_bytes
+from jaxpar.planner.buffers import buffers_of
 from jaxpar.program import Programs
 from jaxpar.registry import chosen
 from jaxpar.tables import human_bytes
@@ -127,7 +127,6 @@ def compare(case: Case, target: str, program: Program, took: float) -> Row:
     """Hold what was compiled against closed forms."""
     step, module = case.step, parse_module(program.text)
     traffic, found = predict_traffic(step), collectives_of(module, step.plan.mesh.sizes)
-    in_place = step.phase == "decode" and "tpu_custom_call" in program.text and step.config.mla is None
     return Row(
         case,
         target,
@@ -136,7 +135,7 @@ def compare(case: Case, target: str, program: Program, took: float) -> Row:
         sum(compiled_flops(module).values()),
         predicted_bytes(case),
         compiled_bytes(module),
-        max(activation_bytes(one, in_place) + dispatch_bytes(one) for one in step.batches),
+        max(sum(buffers_of(one, Target.parse(target).kind)) for one in step.batches),
         program,
         {sublayer: strategy.name for sublayer, strategy in chosen(step.batches[0]).items()},
         took,

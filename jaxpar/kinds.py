@@ -10,9 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from types import MappingProxyType
 
-from jaxpar.errors import MeshError
 from jaxpar.presets import DeviceKind
-from jaxpar.values import shown
 
 
 def _gpu(kind: str, memory: float, tflops: float, bandwidth: float, link: float, node: int = 8) -> DeviceKind:
@@ -58,18 +56,8 @@ KINDS: Mapping[str, DeviceKind] = MappingProxyType(
 )
 """`devices_per_node` is the most that fast links join: of GPUs a node, of TPUs the largest slice."""
 
+SIDES: Mapping[str, int] = MappingProxyType({"v5e": 2, "v5p": 3, "v6e": 2, "tpu7x": 3})
+"""Of TPU generations: how many sides the torus of a slice has."""
+
 DEVICES_A_CHIP: Mapping[str, int] = MappingProxyType({"tpu7x": 2})
 """Of kinds whose chips are several devices of a program: how many."""
-
-
-def find_kind(name: str) -> DeviceKind:
-    """The kind of a short name.
-
-    Raises:
-        MeshError: there is none; the message lists those that there are.
-    """
-    if name not in KINDS:
-        raise MeshError(
-            f"no device kind {shown(name)}: use one of {', '.join(KINDS)}, or a preset, which has any device"
-        )
-    return KINDS[name]

@@ -1,6 +1,6 @@
-"""What the compilers ask for of the kinds of `jaxpar/kinds.py`, beside their public figures.
+"""What the compiler of GPUs asks for of the kinds of `jaxpar/kinds.py`, beside their public figures.
 
-A GPU's are what XLA's own target descriptions say of the device (openxla/xla, `target_config/specs`).
+It is what XLA's own target descriptions say of the device (openxla/xla, `target_config/specs`).
 """
 
 from __future__ import annotations
@@ -14,14 +14,6 @@ from jaxpar.presets import DeviceKind
 
 
 @dataclass(frozen=True)
-class TpuKind:
-    """A TPU generation, and how many dimensions its torus has."""
-
-    device: DeviceKind
-    dimensions: int
-
-
-@dataclass(frozen=True)
 class GpuKind:
     """A GPU: streaming multiprocessors, bytes of L2 cache, clock in GHz, memory as CUDA reports it, and capability."""
 
@@ -32,16 +24,6 @@ class GpuKind:
     memory_bytes: int
     capability: int
 
-
-TPUS: Mapping[str, TpuKind] = MappingProxyType(
-    {
-        "v5e": TpuKind(KINDS["v5e"], 2),
-        "v5p": TpuKind(KINDS["v5p"], 3),
-        "v6e": TpuKind(KINDS["v6e"], 2),
-        "tpu7x": TpuKind(KINDS["tpu7x"], 3),
-    }
-)
-"""TPU generations by the name that a topology begins with."""
 
 GPUS: Mapping[str, GpuKind] = MappingProxyType(
     {

@@ -24,10 +24,10 @@ import jax
 from jax.experimental import topologies
 from jax.sharding import Mesh
 
-from jaxpar.aot.kinds import GPUS, TPUS, gpu_target_config
+from jaxpar.aot.kinds import GPUS, gpu_target_config
 from jaxpar.devices import make_mesh
 from jaxpar.errors import MeshError
-from jaxpar.kinds import DEVICES_A_CHIP
+from jaxpar.kinds import DEVICES_A_CHIP, KINDS, SIDES
 from jaxpar.mesh import MAX_RANKS, MeshSpec
 from jaxpar.presets import DeviceKind
 from jaxpar.values import shown
@@ -69,12 +69,12 @@ class Target:
             MeshError: an unknown kind, or a shape that it does not come in.
         """
         name, _, written = text.strip().lower().partition(":")
-        if name not in TPUS and name not in GPUS:
-            raise MeshError(f"target {shown(text)}: unknown kind; use {', '.join([*TPUS, *GPUS])}: {_EXAMPLES}")
+        if name not in SIDES and name not in GPUS:
+            raise MeshError(f"target {shown(text)}: unknown kind; use {', '.join([*SIDES, *GPUS])}: {_EXAMPLES}")
         if not re.fullmatch(r"[1-9]\d{0,4}(x[1-9]\d{0,4}){1,2}", written):
             raise MeshError(f"target {shown(text)}: {shown(written)} is no shape; {_EXAMPLES}")
         sizes = [int(size) for size in written.split("x")]
-        dimensions = TPUS[name].dimensions if name in TPUS else 3
+        dimensions = SIDES.get(name, 3)
         if len(sizes) != dimensions:
             example = "x".join(["4"] * dimensions)
             raise MeshError(f"target {shown(text)}: {name} has {dimensions} dimensions; write {name}:{example}")
@@ -85,14 +85,12 @@ class Target:
     @property
     def platform(self) -> Platform:
         """The compiler that it takes: "tpu" or "gpu"."""
-        return "tpu" if self.name in TPUS else "gpu"
+        return "tpu" if self.name in SIDES else "gpu"
 
     @property
     def kind(self) -> DeviceKind:
         """What one of its devices can do; a node is a TPU slice, or a host's GPUs."""
-        if self.name in TPUS:
-            return replace(TPUS[self.name].device, devices_per_node=self.size)
-        return replace(GPUS[self.name].device, devices_per_node=self.shape[2])
+        return replace(KINDS[self.name], devices_per_node=self.size if self.platform == "tpu" else self.shape[2])
 
     @property
     def size(self) -> int:
@@ -144,8 +142,7 @@ class Target:
 
     def __str__(self) -> str:
         """The text that `parse` reads."""
-        dimensions = TPUS[self.name].dimensions if self.name in TPUS else 3
-        return f"{self.name}:{'x'.join(map(str, self.shape[:dimensions]))}"
+        return f"{self.name}:{'x'.join(map(str, self.shape[: SIDES.get(self.name, 3)]))}"
 
     @property
     def _devices_a_chip(self) -> int:

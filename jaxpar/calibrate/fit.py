@@ -45,11 +45,6 @@ def fit_lines(sizes: Sequence[float], seconds: Sequence[float]) -> tuple[tuple[L
     return lines, error
 
 
-def predicted(lines: Sequence[Line], size: float) -> float:
-    """Seconds of a message of `size` bytes."""
-    return min(alpha + beta * size for alpha, beta in lines)
-
-
 def _error(lines: Sequence[Line], x: np.ndarray, t: np.ndarray) -> float:
     fitted = np.min([alpha + beta * x for alpha, beta in lines], axis=0)
     return float(np.mean(np.abs(fitted / t - 1)))

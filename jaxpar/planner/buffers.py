@@ -6,10 +6,20 @@ for the next. Products come out in float32 before they are rounded.
 
 from __future__ import annotations
 
+from jaxpar.presets import DeviceKind
 from jaxpar.registry import chosen
 from jaxpar.strategies import Step
 
 _WIDE = 4
+
+
+def buffers_of(step: Step, device: DeviceKind) -> tuple[int, int]:
+    """Bytes of a rank on such a device: activations, and buffers of the dispatch to experts."""
+    # Kernels of accelerators read pages where they lie (`kernels/attention.py`). Gathered are latents, heads that are
+    # split inside, and what runs in tiles of one shape.
+    gathers = step.config.mla is not None or step.heads.parts > 1 or step.plan.fixed_order
+    in_place = step.phase == "decode" and device.kind != "cpu" and not gathers
+    return activation_bytes(step, in_place), dispatch_bytes(step)
 
 
 def activation_bytes(step: Step, in_place: bool = False) -> int:

@@ -13,7 +13,7 @@ from jaxpar.aot.targets import Target, require_compiler
 from jaxpar.errors import PlanError
 from jaxpar.ledger.predict import predict_traffic
 from jaxpar.plan import Phase
-from jaxpar.planner.buffers import activation_bytes, dispatch_bytes
+from jaxpar.planner.buffers import buffers_of
 from jaxpar.planner.cluster import Cluster
 from jaxpar.planner.estimate import Estimate, Pool
 from jaxpar.planner.evaluate import Question
@@ -93,7 +93,7 @@ def _checked(question: Question, target: Target, number: int, pool: Pool, phase:
     pairs = {
         "weights": Pair(weights, memory.weights),
         "cache": Pair(cache_of(config, plan, context, assumed, batch), memory.cache),
-        "temporaries": Pair(activation_bytes(step) + dispatch_bytes(step), left),
+        "temporaries": Pair(sum(buffers_of(step, question.cluster.device)), left),
         **_sent(found),
     }
     return Checked(number, phase, str(plan.mesh), found.fits, found.compile_seconds, pairs)

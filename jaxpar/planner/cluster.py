@@ -12,7 +12,7 @@ import re
 from dataclasses import dataclass, replace
 
 from jaxpar.errors import MeshError
-from jaxpar.kinds import DEVICES_A_CHIP, KINDS, find_kind
+from jaxpar.kinds import DEVICES_A_CHIP, KINDS, SIDES
 from jaxpar.links import Links
 from jaxpar.mesh import MAX_RANKS
 from jaxpar.presets import DeviceKind, load_preset, preset_names
@@ -88,11 +88,10 @@ def _of_kind(text: str, name: str, sizes: tuple[int, ...]) -> Cluster:
                 f"cluster {text!r} is {devices} devices and a slice of {kind.kind} has {kind.devices_per_node} at "
                 "most: use a preset to join slices"
             )
-        dimensions = 2 if name in ("v5e", "v6e") else 3
-        if len(sizes) != dimensions:
-            example = "x".join(["4"] * dimensions)
+        if len(sizes) != SIDES[name]:
+            example = "x".join(["4"] * SIDES[name])
             raise MeshError(
-                f"cluster {text!r}: a slice of {kind.kind} is a torus of {dimensions} sides, such as {name}-{example}"
+                f"cluster {text!r}: a slice of {kind.kind} is a torus of {SIDES[name]} sides, such as {name}-{example}"
             )
         device = replace(kind, devices_per_node=devices)
         return Cluster(text, device, devices, sizes, f"{name}:{'x'.join(map(str, sizes))}")
@@ -128,7 +127,7 @@ def _of_preset(name: str, count: str) -> Cluster:
 def _known(name: str) -> DeviceKind:
     """A kind with the figures of the bundled preset that has it calibrated, where there is one."""
     calibrated = [preset for preset in preset_names() if preset.startswith(f"{name}-calibrated-")]
-    kind = find_kind(name)
+    kind = KINDS[name]
     if not calibrated:
         return kind
     return replace(load_preset(calibrated[0]).device, devices_per_node=kind.devices_per_node)

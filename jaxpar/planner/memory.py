@@ -14,7 +14,7 @@ from jaxpar.pipeline.stages import slots_of
 from jaxpar.plan import Plan
 from jaxpar.plan_checks import DTYPES
 from jaxpar.planner.assumptions import NUMBER_BYTES, Assumptions
-from jaxpar.planner.buffers import activation_bytes, dispatch_bytes
+from jaxpar.planner.buffers import buffers_of
 from jaxpar.planner.rates import framework_of
 from jaxpar.planner.weights import Weights, weights_of
 from jaxpar.planner.workload import Workload
@@ -78,7 +78,7 @@ def memory_of(
     wide = DTYPES[plan.dtype]
     matrix = NUMBER_BYTES[assumed.weight_dtype or plan.dtype]
     of_prefill, of_decode = (
-        _prefill_buffers(config, plan, workload),
+        _prefill_buffers(config, plan, device, workload),
         _decode_buffers(config, plan, device, workload, batch),
     )
     return DeviceMemory(
@@ -152,15 +152,12 @@ def _decode_buffers(
 ) -> tuple[int, int]:
     """Of the longest context; its page tables are as wide as the longest request needs."""
     step = Step(config, plan, "decode", lanes_of(batch, plan), 1, _keys(plan, workload.longest)).batches[0]
-    # Kernels of accelerators read pages where they lie; latents are gathered (`kernels/attention.py`).
-    in_place = device.kind != "cpu" and config.mla is None
-    return activation_bytes(step, in_place), dispatch_bytes(step)
+    return buffers_of(step, device)
 
 
 @lru_cache(maxsize=4096)
-def _prefill_buffers(config: ModelConfig, plan: Plan, workload: Workload) -> tuple[int, int]:
+def _prefill_buffers(config: ModelConfig, plan: Plan, device: DeviceKind, workload: Workload) -> tuple[int, int]:
     """Of the last chunk of a prompt, one on each replica."""
     taken = max(prefill_steps([workload.fresh], plan), key=lambda step: step.tokens)
     keys = _keys(plan, workload.input)
-    step = Step(config, plan, "prefill", taken.lanes, taken.tokens, keys).batches[0]
-    return activation_bytes(step), dispatch_bytes(step)
+    return buffers_of(Step(config, plan, "prefill", taken.lanes, taken.tokens, keys).batches[0], device)

@@ -79,12 +79,7 @@ def _beside(sent: float, working: float, parts: int) -> float:
 
 def _twice(part: Part) -> Part:
     return replace(
-        part,
-        flops=2 * part.flops,
-        bytes=2 * part.bytes,
-        compute=2 * part.compute,
-        memory=2 * part.memory,
-        kernels=2 * part.kernels,
+        part.scaled(2),
         sending=tuple((axes, 2 * seconds) for axes, seconds in part.sending),
         hidden=2 * part.hidden,
     )

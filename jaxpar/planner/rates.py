@@ -8,12 +8,16 @@ from jaxpar.planner.assumptions import EIGHT_BITS, NUMBER_BYTES, Assumptions
 from jaxpar.presets import DeviceKind
 
 TYPICAL_MATMUL = 0.75
-TYPICAL_FP8 = 0.5
 TYPICAL_MEMORY = 0.8
-TYPICAL_ATTENTION, TYPICAL_CACHE, TYPICAL_EXPERTS = 0.3, 0.85, 0.45
 TYPICAL_KERNEL = 3e-6
 TYPICAL_FRAMEWORK = 2e9
-"""What engines reach on devices that nobody has measured here."""
+TYPICAL = {
+    "fp8_efficiency": ("fp8", 0.5),
+    "attention_efficiency": ("attention", 0.3),
+    "cache_efficiency": ("cache", 0.85),
+    "expert_efficiency": ("experts", 0.45),
+}
+"""What engines reach on devices that nobody has measured here; with what a preset calls those that it may measure."""
 
 
 @dataclass(frozen=True)
@@ -45,16 +49,22 @@ def rates_of(device: DeviceKind, assumed: Assumptions, dtype: str) -> Rates:
     return Rates(
         matrices=matrices,
         wide=wide,
-        attention=peak * (assumed.attention_efficiency or device.efficiency.get("attention") or TYPICAL_ATTENTION),
-        experts=matrices * (assumed.expert_efficiency or device.efficiency.get("experts") or TYPICAL_EXPERTS),
+        attention=peak * efficiency_of("attention_efficiency", device, assumed),
+        experts=matrices * efficiency_of("expert_efficiency", device, assumed),
         memory=device.memory_bandwidth * reached,
-        cache=device.memory_bandwidth * (assumed.cache_efficiency or device.efficiency.get("cache") or TYPICAL_CACHE),
+        cache=device.memory_bandwidth * efficiency_of("cache_efficiency", device, assumed),
         weight_bytes=NUMBER_BYTES[weights],
         kv_bytes=NUMBER_BYTES[assumed.kv_dtype or dtype],
         row_bytes=NUMBER_BYTES[dtype],
         kernel=kernel if assumed.kernel_overhead is None else assumed.kernel_overhead,
         step=device.step_overhead if assumed.step_overhead is None else assumed.step_overhead,
     )
+
+
+def efficiency_of(name: str, device: DeviceKind, assumed: Assumptions) -> float:
+    """One of TYPICAL: as it is assumed, as the device was measured, or as is typical."""
+    measured, typical = TYPICAL[name]
+    return getattr(assumed, name) or device.efficiency.get(measured) or typical
 
 
 def framework_of(device: DeviceKind, assumed: Assumptions) -> float:
@@ -66,7 +76,7 @@ def framework_of(device: DeviceKind, assumed: Assumptions) -> float:
 def _products(device: DeviceKind, assumed: Assumptions, dtype: str) -> float:
     """FLOP/s of matrix products of a dtype; a device without 8-bit products multiplies in 16 bits."""
     if dtype in EIGHT_BITS and device.peak_fp8_flops:
-        return device.peak_fp8_flops * (assumed.fp8_efficiency or device.efficiency.get("fp8") or TYPICAL_FP8)
+        return device.peak_fp8_flops * efficiency_of("fp8_efficiency", device, assumed)
     measured = device.efficiency.get("float32" if dtype == "float32" else "bfloat16")
     return device.peak_bf16_flops * (assumed.matmul_efficiency or measured or TYPICAL_MATMUL)
 

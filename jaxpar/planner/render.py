@@ -12,7 +12,7 @@ from jaxpar.planner.assumptions import Assumptions
 from jaxpar.planner.estimate import Estimate
 from jaxpar.planner.evaluate import Question
 from jaxpar.planner.limits import Limit
-from jaxpar.planner.rates import TYPICAL_ATTENTION, TYPICAL_FP8, framework_of, rates_of
+from jaxpar.planner.rates import TYPICAL, efficiency_of, framework_of, rates_of
 from jaxpar.planner.search import Found
 from jaxpar.planner.timing import StepTime
 from jaxpar.planner.verdict import meshes_of
@@ -116,18 +116,18 @@ def time_table(one: Estimate) -> Table:
 
 
 def _time_rows(phase: str, steps: Iterable[tuple[StepTime, int]]) -> list[list[object]]:
-    every = [(step, times) for step, times in steps]
+    every = [*steps]
     whole = sum(step.seconds * times for step, times in every)
     names = dict.fromkeys(part.name for step, _ in every for part in step.parts)
     rows: list[list[object]] = []
     for name in names:
-        if phase_share(every, name) < _SHOWN * whole:
-            continue
         parts = [(part, times) for step, times in every for part in step.parts if part.name == name]
         sums = [
-            sum(times * value for part, times in parts for value in [getattr(part, what)])
+            sum(times * getattr(part, what) for part, times in parts)
             for what in ("seconds", "compute", "memory", "kernels", "sent", "hidden")
         ]
+        if sums[0] < _SHOWN * whole:
+            continue
         over = dict.fromkeys("+".join(axes) for part, _ in parts for axes, seconds in part.sending if seconds)
         slowest = max(parts, key=lambda item: item[0].seconds)[0]
         rows.append([
@@ -172,11 +172,6 @@ def runs(one: Estimate, assumed: Assumptions) -> str:
     return f"{said} ({'; '.join(lacks)})" if lacks else said
 
 
-def phase_share(steps: Iterable[tuple[StepTime, int]], name: str) -> float:
-    """Seconds of a part, in all steps."""
-    return sum(times * part.seconds for step, times in steps for part in step.parts if part.name == name)
-
-
 def memory_table(one: Estimate) -> Table:
     """What lies on the fullest device of each pool."""
     names = list(dict.fromkeys(name for pool in one.pools for name in pool.memory.items))
@@ -211,11 +206,8 @@ def assumed_values(question: Question) -> dict[str, object]:
         "kv_dtype": dtype,
         "attention_dtype": dtype,
         "matmul_efficiency": rates.wide / device.peak_bf16_flops,
-        "fp8_efficiency": device.efficiency.get("fp8") or TYPICAL_FP8,
         "memory_efficiency": rates.memory / device.memory_bandwidth,
-        "attention_efficiency": device.efficiency.get("attention") or TYPICAL_ATTENTION,
-        "cache_efficiency": rates.cache / device.memory_bandwidth,
-        "expert_efficiency": rates.experts / rates.matrices,
+        **{name: efficiency_of(name, device, assumed) for name in TYPICAL},
         "kernel_overhead": rates.kernel,
         "step_overhead": rates.step,
         "framework_bytes": framework_of(device, assumed),

@@ -9,7 +9,7 @@ counts: the most rows of experts, the last rank of a contiguous chunk, the stage
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -62,6 +62,11 @@ class Part:
     kernels: float = 0.0
     sending: Sending = ()
     hidden: float = 0.0
+
+    def scaled(self, factor: float) -> Part:
+        """With so many times the work; what it sends is as it was."""
+        names = ("flops", "bytes", "compute", "memory", "kernels")
+        return replace(self, **{name: factor * getattr(self, name) for name in names})
 
     @property
     def working(self) -> float:

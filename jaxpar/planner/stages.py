@@ -7,7 +7,6 @@ looks tokens up, only the last makes logits; what is sent, all of them send.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 from jaxpar.checkpoint.config import ModelConfig
 from jaxpar.pipeline.stages import kinds_of, slots_of
@@ -23,7 +22,7 @@ def slowest_stage(parts: Sequence[Part], config: ModelConfig, plan: Plan) -> lis
         return [*parts]
     stages = {tuple(shares.items()): shares for shares in _shares(config, plan)}
     return max(
-        ([_share(part, shares.get(part.name, shares["layers"])) for part in parts] for shares in stages.values()),
+        ([part.scaled(shares.get(part.name, shares["layers"])) for part in parts] for shares in stages.values()),
         key=lambda made: sum(part.seconds for part in made),
     )
 
@@ -49,16 +48,3 @@ def _shares(config: ModelConfig, plan: Plan) -> list[dict[str, float]]:
             has |= dict.fromkeys(_EXPERTS, of_stage)
         found.append(has)
     return found
-
-
-def _share(part: Part, share: float) -> Part:
-    if share == 1.0:
-        return part
-    return replace(
-        part,
-        flops=share * part.flops,
-        bytes=share * part.bytes,
-        compute=share * part.compute,
-        memory=share * part.memory,
-        kernels=share * part.kernels,
-    )
