@@ -19,7 +19,7 @@ from benchmarks.automatic_program import Automatic
 from benchmarks.common import RESULTS, Spread, draw_bars, show, write
 from benchmarks.compiled_cases import LLAMA, MOE, TARGETS, Case, decode, prefill
 from benchmarks.compiled_programs import Kept, Program
-from benchmarks.docs_table import DOCS, fill, markdown
+from benchmarks.docs_table import DOCS, fill
 from benchmarks.target_layers import Jitted, decode_attention, experts, sampling
 from jaxpar.aot.sent import Sent, sent_by
 from jaxpar.aot.targets import Target
@@ -28,7 +28,7 @@ from jaxpar.ledger.hlo import collectives_of
 from jaxpar.ledger.hlo_flops import compiled_flops
 from jaxpar.ledger.hlo_text import parse_module
 from jaxpar.program import Programs
-from jaxpar.tables import human_bytes
+from jaxpar.tables import human_bytes, markdown
 
 Made = tuple[Jitted, Mesh]
 """A program, and the mesh that its groups are named by."""

@@ -16,13 +16,6 @@ from jaxpar.strategies import Step
 TARGETS = ("v5p:2x2x2", "h200:1x1x8")
 
 
-def cut(config: ModelConfig, first: int, layers: int) -> ModelConfig:
-    """The model with `layers` of its layers, from number `first` on."""
-    kept = slice(first, first + layers)
-    moe = config.moe and replace(config.moe, layers=config.moe.layers[kept])
-    return replace(config, num_hidden_layers=layers, windows=config.windows[kept], moe=moe)
-
-
 @dataclass(frozen=True)
 class Case:
     """One step: `lanes` requests of a replica, `tokens` new ones of each on a rank, `keys` that the rank has cached."""
@@ -56,7 +49,7 @@ class Case:
     @property
     def config(self) -> ModelConfig:
         """The model that is compiled."""
-        return cut(read_config(model_dir(self.model)), self.first, self.layers)
+        return read_config(model_dir(self.model)).of_layers(slice(self.first, self.first + self.layers))
 
     @property
     def plan(self) -> Plan:

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import sys
 import time
-from dataclasses import replace
 from typing import Any
 
 from benchmarks.common import Spread, arguments, draw_bars, figure, show, write
@@ -34,7 +33,7 @@ PEER, PEER_BYTES, GOAL = "jax-llm-examples", 2.50e9, 1.062e-3
 def measured(target: Target) -> dict[str, Any]:
     """What the target's compiler says of the step, and the floor."""
     config = read_config(model_dir(MODEL))
-    config = replace(config, num_hidden_layers=LAYERS, windows=config.windows[:LAYERS])
+    config = config.of_layers(slice(LAYERS))
     plan = Plan(MeshSpec.parse(MESH), dtype="bfloat16")
     programs = Programs(config, plan, target.mesh(plan.mesh))
     step = Step(config, plan, "decode", LANES, 1, KEYS)

@@ -2,16 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 
 DOCS = Path(__file__).parent.parent / "docs"
-
-
-def markdown(columns: Sequence[str], rows: Sequence[Sequence[str]], left: int) -> str:
-    """A table whose first `left` columns are text and the others numbers."""
-    rules = ["---" if place < left else "---:" for place in range(len(columns))]
-    return "\n".join("| " + " | ".join(cells) + " |" for cells in (columns, rules, *rows))
 
 
 def fill(page: Path, name: str, text: str) -> None:

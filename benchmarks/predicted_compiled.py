@@ -17,7 +17,7 @@ from benchmarks.common import RESULTS, show, write
 from benchmarks.compiled_cases import CASES, TARGETS, Case
 from benchmarks.compiled_passes import Bytes, explain
 from benchmarks.compiled_programs import Kept, Program
-from benchmarks.docs_table import DOCS, fill, markdown
+from benchmarks.docs_table import DOCS, fill
 from jaxpar.aot.targets import Target
 from jaxpar.devices import abstract_mesh
 from jaxpar.ledger.compiled import compare_compiled
@@ -28,7 +28,7 @@ from jaxpar.ledger.predict import local_bytes, predict_flops, predict_traffic
 from jaxpar.planner.buffers import buffers_of
 from jaxpar.program import Programs
 from jaxpar.registry import chosen
-from jaxpar.tables import human_bytes
+from jaxpar.tables import human_bytes, markdown
 
 FLOPS_WITHIN, MEMORY_WITHIN = 0.02, 0.1
 

@@ -21,6 +21,9 @@ from jaxpar.values import shown
 MAX_FAKED_DEVICES = 512
 """Past this an all-reduce over faked devices takes longer than anything that it could teach."""
 
+FAKED = 8
+"""CPU devices where nothing says how many."""
+
 _AXIS_TYPES = (AxisType.Auto,) * len(AXES)
 
 
@@ -61,6 +64,22 @@ def ensure_devices(spec: MeshSpec, platform: str | None = None) -> list[jax.Devi
         f"{need} and JAX has already started with {len(devices)}: call jaxpar.load with the largest mesh before any "
         f'other JAX work, or put jax.config.update("jax_num_cpu_devices", {spec.size}) at the top of the program'
     )
+
+
+def devices_at_hand(platform: str | None, count: int | None) -> list[jax.Device]:
+    """`count` devices of the platform (None: JAX's default), or all; of a CPU as many are faked, or FAKED.
+
+    Raises:
+        MeshError: there are none of the platform, or fewer than `count`; or `count` is below 1.
+    """
+    if count is not None and count < 1:
+        raise MeshError(f"devices={count}: give 1 or more")
+    # A CPU's devices are faked before anything else starts JAX.
+    ensure_devices(MeshSpec(dp=count or FAKED), "cpu")
+    found = ensure_devices(MeshSpec(), platform)
+    if found[0].platform == "cpu":
+        return ensure_devices(MeshSpec(dp=count or FAKED), "cpu")
+    return ensure_devices(MeshSpec(dp=count or len(jax.devices(found[0].platform))), found[0].platform)
 
 
 def make_mesh(spec: MeshSpec, devices: Sequence[jax.Device]) -> Mesh:

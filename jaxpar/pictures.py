@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from jaxpar.errors import JaxparError
+from jaxpar.whole_file import written_whole
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -41,12 +42,8 @@ def save(figure: Figure, path: Path) -> None:
         JaxparError: the file cannot be written.
     """
     check_picture(path)
-    part = path.parent / f".unfinished-{path.name}"
     try:
-        try:
+        with written_whole(path) as part:
             figure.savefig(part, format="png")
-            os.replace(part, path)
-        finally:
-            part.unlink(missing_ok=True)
     except OSError as error:
         raise JaxparError(f"{path} cannot be written: {error.strerror or error}; name another file") from error

@@ -17,6 +17,12 @@ def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[object]], 
     return drawn
 
 
+def markdown(columns: Sequence[str], rows: Sequence[Sequence[str]], left: int) -> str:
+    """A table in Markdown, whose first `left` columns are text and the others numbers."""
+    rules = ["---" if place < left else "---:" for place in range(len(columns))]
+    return "\n".join("| " + " | ".join(cells) + " |" for cells in (columns, rules, *rows))
+
+
 def counted(number: int, noun: str) -> str:
     """A number of things: 1 step, 2 steps."""
     return f"{number} {noun}{'s' * (number != 1)}"

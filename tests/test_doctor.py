@@ -18,9 +18,10 @@ from sample_models import write_model
 from jaxpar.applicable import WHOLE, every_way
 from jaxpar.checkpoint import open_checkpoint
 from jaxpar.cli.doctor import describe_machine
+from jaxpar.devices import devices_at_hand
 from jaxpar.doctor.machine import device_groups, preset_of
 from jaxpar.doctor.packages import find_compilers, find_extras, find_packages
-from jaxpar.doctor.ways import devices_at_hand, ways_of
+from jaxpar.doctor.ways import ways_of
 from jaxpar.errors import MeshError
 from jaxpar.mesh import MeshSpec
 

@@ -7,7 +7,7 @@ chooses it; those of training in a training step.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 import jax
@@ -27,7 +27,7 @@ from jaxpar.mesh import MeshSpec
 from jaxpar.plan import PHASES, Plan
 from jaxpar.registry import STRATEGIES, chosen
 from jaxpar.strategies import Step, Strategy
-from jaxpar.tables import table
+from jaxpar.tables import markdown, table
 from jaxpar.train.settings import TrainSettings
 from jaxpar.train.step import TrainPrograms
 
@@ -132,10 +132,11 @@ def every_case() -> list[Case]:
 
 
 def cut_card(name: str, layers: Sequence[bool]) -> ModelConfig:
-    """A bundled model with so many layers, with experts where `layers` says so."""
-    config = read_config(model_dir(name))
-    moe = config.moe and replace(config.moe, layers=tuple(layers))
-    return replace(config, num_hidden_layers=len(layers), windows=config.windows[: len(layers)], moe=moe)
+    """A bundled model with the first of its layers that follow one another and have experts where `layers` says so."""
+    config, count = read_config(model_dir(name)), len(layers)
+    experts = config.moe.layers if config.moe else (False,) * config.num_hidden_layers
+    first = next(at for at in range(len(experts)) if experts[at : at + count] == tuple(layers))
+    return config.of_layers(slice(first, first + count))
 
 
 def compile_every(targets: Sequence[Target], progress: Callable[[str], None] = lambda text: None) -> list[Row]:
@@ -218,9 +219,5 @@ def render_every(rows: Sequence[Row], targets: Sequence[Target]) -> Table:
 
 def rows_markdown(rows: Sequence[Row], targets: Sequence[Target]) -> str:
     """The table as Markdown."""
-    columns = [*_columns(targets)]
-    lines = [columns, ["---"] * len(columns)]
-    for row in rows:
-        sublayer, strategy, *others = row.cells
-        lines.append([sublayer, f"`{strategy}`", *others])
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    columns, cells = [*_columns(targets)], [row.cells for row in rows]
+    return markdown(columns, [[one[0], f"`{one[1]}`", *one[2:]] for one in cells], left=len(columns))

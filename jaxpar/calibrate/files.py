@@ -12,6 +12,7 @@ from jaxpar.calibrate.result import Calibration
 from jaxpar.errors import JaxparError
 from jaxpar.links import Fit
 from jaxpar.presets import DeviceKind
+from jaxpar.whole_file import written_whole
 
 
 def check_writable(path: Path) -> None:
@@ -36,13 +37,9 @@ def write_preset(calibration: Calibration, path: Path, description: str) -> None
     Raises:
         JaxparError: the file cannot be written.
     """
-    part = path.parent / f".unfinished-{path.name}"
     try:
-        try:
+        with written_whole(path) as part:
             part.write_text(to_toml(calibration, description), encoding="utf-8")
-            os.replace(part, path)
-        finally:
-            part.unlink(missing_ok=True)
     except OSError as error:
         raise JaxparError(f"{path} cannot be written: {error.strerror or error}; name another file") from error
 

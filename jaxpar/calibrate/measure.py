@@ -18,7 +18,6 @@ from jaxpar.calibrate.result import Calibration, Rate, Sample
 from jaxpar.calibrate.steps import run_steps
 from jaxpar.calibrate.sublayers import efficiency_of, trials
 from jaxpar.devices import ensure_devices, make_mesh
-from jaxpar.errors import MeshError
 from jaxpar.links import Level
 from jaxpar.mesh import MeshSpec
 from jaxpar.presets import DeviceKind, Preset
@@ -26,9 +25,6 @@ from jaxpar.tables import counted, human_bytes
 
 SIZES = tuple(2**power for power in range(10, 27, 2))
 """Bytes of a rank's operand, 1 KiB to 64 MiB; on a CPU to 1 MiB, past which its caches end and no line goes on."""
-
-FAKED = 8
-"""CPU devices unless a mesh asks for more."""
 
 _LONG = 0.02
 """Seconds of a product after which no larger one is tried."""
@@ -108,20 +104,6 @@ def _with_steps(found: Calibration, devices: Sequence[jax.Device], say: Say) -> 
         run = run_steps(make_mesh(spec, devices), spec, trial.config, trial.phase, trial.requests, trial.tokens)
         found = replace(found, reached={**found.reached, trial.efficiency: efficiency_of(trial, run, found.device)})
     return found
-
-
-def all_devices(platform: str | None) -> MeshSpec:
-    """All accelerators of this machine, or eight faked devices of a CPU, along tp.
-
-    Raises:
-        MeshError: no such platform.
-    """
-    try:
-        first = ensure_devices(MeshSpec(tp=FAKED), platform)[0]
-    except MeshError:  # fewer accelerators
-        first = ensure_devices(MeshSpec(), platform)[0]
-    count = len(jax.devices(platform))
-    return MeshSpec(tp=min(count, FAKED) if first.platform == "cpu" else count)
 
 
 def _timer(launch: float, enough: float) -> Callable[[Loop], float]:

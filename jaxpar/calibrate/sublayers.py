@@ -40,9 +40,7 @@ class Trial(NamedTuple):
     @property
     def config(self) -> ModelConfig:
         """One layer of the card."""
-        whole = read_config(model_dir(self.card))
-        moe = replace(whole.moe, layers=whole.moe.layers[-1:]) if whole.moe else None
-        return replace(whole, num_hidden_layers=1, windows=whole.windows[-1:], moe=moe)
+        return read_config(model_dir(self.card)).of_layers(slice(-1, None))
 
 
 def trials(on_cpu: bool) -> Iterator[Trial]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 
@@ -158,6 +158,12 @@ class ModelConfig:
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
     dtype: str = "float32"
+
+    def of_layers(self, kept: slice) -> ModelConfig:
+        """The model with only these of its layers."""
+        windows = self.windows[kept]
+        moe = self.moe and replace(self.moe, layers=self.moe.layers[kept])
+        return replace(self, num_hidden_layers=len(windows), windows=windows, moe=moe)
 
     @property
     def rope_head_dim(self) -> int:

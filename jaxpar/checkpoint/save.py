@@ -24,6 +24,7 @@ from jaxpar.checkpoint.load import pieces
 from jaxpar.checkpoint.safetensors_reader import DTYPES, SINGLE_FILE
 from jaxpar.errors import CheckpointError
 from jaxpar.nn.weights import Source, Weight
+from jaxpar.whole_file import written_whole
 
 CONFIG_FILE = "config.json"
 _ARCHITECTURES = {
@@ -112,15 +113,13 @@ def write_tensors(path: Path, tensors: Mapping[str, np.ndarray], metadata: Mappi
     Raises:
         CheckpointError: it cannot be written.
     """
-    part = path.with_name(f".unfinished-{path.name}")
+    # Not the library's save_file, which leaves a file that only its owner can read.
+    content = save({name: np.ascontiguousarray(value) for name, value in tensors.items()}, dict(metadata))
     try:
-        # Not the library's save_file, which leaves a file that only its owner can read.
-        part.write_bytes(save({name: np.ascontiguousarray(value) for name, value in tensors.items()}, dict(metadata)))
-        os.replace(part, path)
+        with written_whole(path) as part:
+            part.write_bytes(content)
     except OSError as error:
         raise CheckpointError(f"{path} cannot be written: {one_line(error)}; choose another directory") from error
-    finally:
-        part.unlink(missing_ok=True)
 
 
 def write_model(folder: Path, config: ModelConfig, tensors: Mapping[str, np.ndarray]) -> None:

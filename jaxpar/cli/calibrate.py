@@ -37,11 +37,12 @@ def calibrate(
     if plot is not None:
         require_matplotlib(plot)
         check_picture(plot)
-    from jaxpar.calibrate.measure import all_devices
     from jaxpar.calibrate.measure import calibrate as measure
+    from jaxpar.devices import devices_at_hand
+    from jaxpar.mesh import MeshSpec
     from jaxpar.presets import resolve_mesh
 
-    spec, preset = (all_devices(platform), None) if mesh is None else resolve_mesh(mesh)
+    spec, preset = resolve_mesh(MeshSpec(tp=len(devices_at_hand(platform, None))) if mesh is None else mesh)
     with progress("Measuring") as shown:
         found = measure(spec, preset, platform, say=lambda text: shown.say(f"Measuring: {text}"))
     write_preset(found, out, f"{spec} on {found.device.kind}, as `jaxpar calibrate` measured it")

@@ -57,9 +57,10 @@ def doctor(
     with progress("Looking for devices") as status:
         from jaxpar.assets import model_dir
         from jaxpar.checkpoint import open_checkpoint
+        from jaxpar.devices import devices_at_hand
         from jaxpar.doctor.machine import device_groups
         from jaxpar.doctor.packages import find_compilers, find_extras, find_packages
-        from jaxpar.doctor.ways import devices_at_hand, prove, ways_of
+        from jaxpar.doctor.ways import prove, ways_of
         from jaxpar.engine.prompts import encode_prompts
 
         found = devices_at_hand(platform, devices)

@@ -10,30 +10,9 @@ import jax
 
 from jaxpar.applicable import WHOLE, Way, every_way
 from jaxpar.checkpoint import Checkpoint, ModelConfig
-from jaxpar.devices import ensure_devices
-from jaxpar.errors import MeshError
 from jaxpar.mesh import MeshSpec
 from jaxpar.runner import load, make_plan
 from jaxpar.verify_all import Outcome, verify_all
-
-FAKED = 8
-"""Devices where there is no accelerator."""
-
-
-def devices_at_hand(platform: str | None, count: int | None) -> list[jax.Device]:
-    """`count` devices of the platform (None: JAX's default), or all; of a CPU as many are faked, or FAKED.
-
-    Raises:
-        MeshError: there are none of the platform, or fewer than `count`; or `count` is below 1.
-    """
-    if count is not None and count < 1:
-        raise MeshError(f"devices={count}: give 1 or more")
-    # A CPU's devices are faked before anything else starts JAX.
-    ensure_devices(MeshSpec(dp=count or FAKED), "cpu")
-    found = ensure_devices(MeshSpec(), platform)
-    if found[0].platform == "cpu":
-        return ensure_devices(MeshSpec(dp=count or FAKED), "cpu")
-    return ensure_devices(MeshSpec(dp=count or len(jax.devices(found[0].platform))), found[0].platform)
 
 
 def ways_of(config: ModelConfig, platform: str, devices: int) -> list[Way]:
