@@ -32,9 +32,9 @@ from benchmarks.common import (
     write,
 )
 from benchmarks.routing import drawn
+from jaxpar.kernels.dense import matmul
 from jaxpar.moe.grouped import expert_ffn
 from jaxpar.moe.tiles import computed_rows
-from jaxpar.nn.linear import matmul
 from jaxpar.tables import human_bytes
 
 HIDDEN, WIDTH, CHOICES = 256, 512, 2

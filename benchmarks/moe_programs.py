@@ -23,13 +23,13 @@ from benchmarks.routing import drawn
 from jaxpar.checkpoint.config import MoEConfig, MoETensors, RouterConfig
 from jaxpar.collectives import all_gather, rank_index, scatter_sum
 from jaxpar.devices import ensure_devices, make_mesh
+from jaxpar.kernels.dense import matmul
 from jaxpar.ledger.hlo import parse_collectives
 from jaxpar.ledger.rounds import all_rounds, count_rounds
 from jaxpar.mesh import MeshSpec
 from jaxpar.moe.bind import bound
 from jaxpar.moe.grouped import expert_ffn, sort_by_expert
 from jaxpar.moe.inputs import Experts, Inputs, local_choices, pack_routing, unpack_routing
-from jaxpar.nn.linear import matmul
 from jaxpar.nn.mlp import gated
 from jaxpar.plan import Plan
 from jaxpar.registry import find

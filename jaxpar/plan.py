@@ -203,10 +203,10 @@ class Plan:
         """The axes over which a sublayer's width is split: heads where they leave attention, an FFN, the vocabulary.
 
         In decode every rank of cp has the same tokens. Attention over cp leaves each with a slice of the heads;
-        under `helix` (arXiv:2507.07120) FFNs are split over cp as well. Axes that experts are split over do not split
-        their width.
+        under `helix` (arXiv:2507.07120) dense FFNs are split over cp as well, where experts are dealt tokens, or are
+        split over it themselves. Axes that experts are split over do not split their width.
         """
-        of_ffn = sublayer in ("ffn", "moe") and self.decode_attention == "helix"
+        of_ffn = sublayer == "ffn" and self.decode_attention == "helix"
         over_cp = phase == "decode" and (sublayer in ("attention", "mla") or of_ffn)
         axes = (*self.sequence, *self.width) if over_cp else self.width
         return tuple(axis for axis in axes if sublayer != "moe" or axis not in self.experts)

@@ -26,10 +26,10 @@ from jaxpar.engine.requests import SamplingParams
 from jaxpar.engine.session import Decoded, Session
 from jaxpar.errors import PlanError
 from jaxpar.fixed import ROWS, in_tiles
+from jaxpar.kernels.dense import matmul
 from jaxpar.mesh import MeshSpec
 from jaxpar.moe.aligned import aligned_expert_ffn, aligned_rows
 from jaxpar.moe.grouped import expert_ffn
-from jaxpar.nn.linear import matmul
 from jaxpar.nn.mlp import gated
 from jaxpar.plan import Plan
 from jaxpar.program import Programs

@@ -27,7 +27,7 @@ from jaxpar.mesh import MeshSpec
 from jaxpar.plan import PHASES, Plan
 from jaxpar.registry import STRATEGIES, chosen
 from jaxpar.strategies import Step, Strategy
-from jaxpar.tables import markdown, table
+from jaxpar.tables import counted, markdown, table
 from jaxpar.train.settings import TrainSettings
 from jaxpar.train.step import TrainPrograms
 
@@ -69,7 +69,7 @@ class Outcome:
         if not self.compiles:
             return f"no: {self.reason}"
         beside = f", {self.asynchronous} asynchronous" if self.asynchronous else ""
-        return f"yes, {self.calls} calls{beside}" if self.calls else "yes"
+        return f"yes, {counted(self.calls, 'call')}{beside}" if self.calls else "yes"
 
 
 @dataclass(frozen=True)

@@ -17,11 +17,11 @@ from jaxpar.attention.tiles import FIXED_KEYS, attend_flops
 from jaxpar.checkpoint.config import ModelConfig, MoEConfig
 from jaxpar.fixed import whole_tiles
 from jaxpar.heads import HeadLayout
+from jaxpar.kernels.dense import product_rows
 from jaxpar.ledger.flops import per_iteration
 from jaxpar.ledger.rounds import all_flops, all_rounds, count_rounds
 from jaxpar.ledger.traffic import Traffic, merge, times
 from jaxpar.moe.aligned import aligned_rows
-from jaxpar.nn.linear import product_rows
 from jaxpar.registry import chosen
 from jaxpar.strategies import Step, Strategy
 

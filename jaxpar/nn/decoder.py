@@ -77,10 +77,10 @@ class Slot(nnx.Module):
         with jax.named_scope(f"{name}:{step.reduction.name}"):
             h = rms_norm(x, self.ffn_norm[0], self.eps, self.fixed)
             h = enter(h, sublayer, step.positions.size, step.reduction)
-            split = tuple(axis for axis in plan.width_of(name, phase) if axis not in plan.width)
             if isinstance(ffn, MoE):
-                part, record = ffn(h, split, step)
+                part, record = ffn(h, step)
                 return onto + leave(part, sublayer, step.reduction)[: x.shape[0]], record
+            split = tuple(axis for axis in plan.width_of(name, phase) if axis not in plan.width)
             part = ffn(h, split, Ring(sublayer.ring_in, name), Ring(sublayer.ring_out, name))
             return onto + ffn.down.add_bias(leave(part, sublayer, step.reduction)), None
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import jax
@@ -12,30 +13,9 @@ from jax import lax
 
 from jaxpar.collectives import rank_index
 from jaxpar.collectives.matmul import gather_matmul, matmul_scatter
-from jaxpar.fixed import by_row, whole_tiles
+from jaxpar.fixed import by_row
+from jaxpar.kernels.dense import matmul, matmul_slice
 from jaxpar.nn.weights import Weight
-
-
-def matmul(x: jax.Array, w: jax.Array, fixed: bool = False) -> jax.Array:
-    """[T, I] times a weight [O, I] as checkpoints store it -> [T, O] in float32; `fixed` as in `jaxpar.fixed`."""
-
-    def product(x: jax.Array) -> jax.Array:
-        rows = x.shape[0]
-        x = jnp.broadcast_to(x, (product_rows(rows, x.dtype.itemsize), x.shape[1]))
-        return lax.dot_general(x, w, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)[:rows]
-
-    return by_row(product, x, fixed=fixed)
-
-
-def product_rows(rows: int, itemsize: int, fixed: bool = False) -> int:
-    """Rows of the products that `matmul` computes.
-
-    A single row of 16-bit numbers goes in twice: XLA:CPU has no fast product for it and takes ten times as long as for
-    two, and accelerators fill up their tiles in any case.
-    """
-    if fixed:
-        return whole_tiles(rows)
-    return 2 if rows == 1 and itemsize == 2 else rows
 
 
 class Ring(NamedTuple):
@@ -54,12 +34,21 @@ class Share:
     """A rank's share of rows that ranks of some axes deal among them: `count` from `start` on.
 
     Where the rows do not divide, the last shares begin earlier so as not to end beyond them: their first `skip` rows
-    belong to the ranks before.
+    belong to the ranks before. `unit` divides the start of every rank.
     """
 
     count: int
     start: jax.Array | int
     skip: jax.Array | int
+    unit: int
+
+    def of_size(self, size: int) -> Share:
+        """The same where each row is `size` rows."""
+        return Share(self.count * size, self.start * size, self.skip * size, self.unit * size)
+
+    def behind(self, rows: int) -> Share:
+        """The same where `rows` others come first."""
+        return replace(self, start=self.start + rows, unit=math.gcd(self.unit, rows))
 
 
 def share_of(total: int, axes: tuple[str, ...]) -> Share:
@@ -67,7 +56,12 @@ def share_of(total: int, axes: tuple[str, ...]) -> Share:
     count = -(-total // lax.axis_size(axes))
     first = rank_index(axes) * count
     start = jnp.minimum(first, total - count)
-    return Share(count, start, first - start)
+    return Share(count, start, first - start, math.gcd(count, total - count))
+
+
+def all_of(count: int) -> Share:
+    """A share that is all of `count` rows."""
+    return Share(count, 0, 0, count)
 
 
 class ColumnParallel(nnx.Module):
@@ -88,12 +82,12 @@ class ColumnParallel(nnx.Module):
         y = gather_matmul(x, ring.axes, lambda rows: matmul(rows, self.weight[0], self.fixed), ring.sublayer)
         return y if self.bias is None else y + self.bias[0].astype(y.dtype)[None, :]
 
-    def rows(self, x: jax.Array, start: jax.Array | int, count: int) -> jax.Array:
-        """Project onto `count` of the rank's rows alone -> [T, count]."""
-        y = matmul(x, lax.dynamic_slice_in_dim(self.weight[0], start, count), self.fixed)
+    def rows(self, x: jax.Array, share: Share) -> jax.Array:
+        """Project onto a share of the rank's rows alone -> [T, count]."""
+        y = matmul_slice(x, self.weight[0], share.start, share.count, 0, share.unit, self.fixed)
         if self.bias is None:
             return y
-        return y + lax.dynamic_slice_in_dim(self.bias[0], start, count).astype(y.dtype)[None, :]
+        return y + lax.dynamic_slice_in_dim(self.bias[0], share.start, share.count).astype(y.dtype)[None, :]
 
 
 class RowParallel(nnx.Module):
@@ -113,10 +107,10 @@ class RowParallel(nnx.Module):
         """
         return matmul_scatter(x, ring.axes, lambda rows: matmul(rows, self.weight[0], self.fixed), ring.sublayer)
 
-    def columns(self, x: jax.Array, start: jax.Array | int) -> jax.Array:
-        """The same of [T, count]: the part of the input that belongs to as many columns from `start` on."""
-        w = lax.dynamic_slice_in_dim(self.weight[0], start, x.shape[1], axis=1)
-        return matmul(x, w, self.fixed).astype(x.dtype)
+    def columns(self, x: jax.Array, share: Share) -> jax.Array:
+        """The same of [T, count]: the part of the input that belongs to a share of the rank's columns."""
+        y = matmul_slice(x, self.weight[0], share.start, share.count, 1, share.unit, self.fixed)
+        return y.astype(x.dtype)
 
     def add_bias(self, y: jax.Array) -> jax.Array:
         """Add the bias to the finished sum."""

@@ -21,8 +21,9 @@ from jaxpar.attention.inputs import Inputs
 from jaxpar.attention.latent import Latent
 from jaxpar.checkpoint.config import MLAConfig, ModelConfig
 from jaxpar.heads import HeadLayout, heads_of
+from jaxpar.kernels.dense import matmul
 from jaxpar.nn.context import StepContext
-from jaxpar.nn.linear import ColumnParallel, matmul, rms_norm, share_of
+from jaxpar.nn.linear import ColumnParallel, rms_norm, share_of
 from jaxpar.nn.output import OutputProjection, head_block
 from jaxpar.nn.rope import rotate
 from jaxpar.nn.stage import by_stage, prefixes_of, presence
@@ -113,8 +114,7 @@ class MLA(nnx.Module):
         """Their latents [B * T, r_q], or the tokens themselves -> the queries of the rank's heads, rotated."""
         nope, size = self.mla.qk_nope_head_dim, self.mla.qk_nope_head_dim + self.mla.qk_rope_head_dim
         if step.query_axes:
-            mine = share_of(self.heads.q_local, step.query_axes)
-            q = self.q.rows(x, mine.start * size, mine.count * size)
+            q = self.q.rows(x, share_of(self.heads.q_local, step.query_axes).of_size(size))
         else:
             q = self.q(x)
         q = q.reshape(x.shape[0], -1, size)

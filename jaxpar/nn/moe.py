@@ -14,7 +14,6 @@ from dataclasses import dataclass, replace
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax import lax
 
 from jaxpar.checkpoint.config import ClampedSwiGLU, ModelConfig, MoEConfig
 from jaxpar.collectives import rank_index
@@ -29,7 +28,6 @@ from jaxpar.moe.router import Routing, route
 from jaxpar.moe.slots import EMPTY
 from jaxpar.nn.context import StepContext
 from jaxpar.nn.expert_map import ExpertMap
-from jaxpar.nn.linear import share_of
 from jaxpar.nn.mlp import MLP, gate_up_source, gated
 from jaxpar.nn.stage import by_stage, own_value, prefixes_of, presence, with_part
 from jaxpar.nn.weights import Entry, Source, Weight, expert_weight, residual_std, weight
@@ -52,7 +50,7 @@ class MoE(nnx.Module):
     def __init__(self, config: ModelConfig, moe: MoEConfig, plan: Plan, layers: Layers) -> None:
         """Declare the weights of the slot that holds `layers`, one a pipeline stage."""
         self.router, self.clamp, names = moe.router, moe.clamped_swiglu, moe.tensors
-        over = plan.width_of("moe", "prefill")  # as stored; what decode splits further it slices
+        over = plan.width_of("moe", "prefill")
         self.ranks = plan.mesh.extent(plan.experts)
         slots = first_slots(moe, plan).tolist()
         self.slots_per_rank = len(slots) // self.ranks
@@ -91,8 +89,8 @@ class MoE(nnx.Module):
             else None
         )
 
-    def __call__(self, x: jax.Array, split: tuple[str, ...], step: StepContext) -> tuple[jax.Array, LayerRecord]:
-        """Tokens [R, D] -> a partial sum of [R, D] over the axes of the width, `split` among them as in MLP."""
+    def __call__(self, x: jax.Array, step: StepContext) -> tuple[jax.Array, LayerRecord]:
+        """Tokens [R, D] -> a partial sum of [R, D] over the axes of the width."""
         bias = None if self.route_bias is None else self.route_bias[0]
         pipeline, fixed = step.plan.pipeline, step.plan.fixed_order
 
@@ -112,33 +110,17 @@ class MoE(nnx.Module):
         slots = jnp.where(real[:, None], slots, self.ranks * self.slots_per_rank)
         weights = jnp.where(real[:, None], routing.weights, 0.0)
         assert step.dispatch is not None
-        experts = self._experts(split, step)
+        experts = self._experts(step)
         done = step.dispatch(Inputs(x, slots, weights, experts, self.slots_per_rank))
         out = done.rows.astype(x.dtype)
-        out = out if self.shared is None else out + self.shared(x, split)
+        out = out if self.shared is None else out + self.shared(x, ())
         return out, record(routing, real, done.dropped)
 
-    def _experts(self, split: tuple[str, ...], step: StepContext) -> Experts:
-        """The experts in this rank's slots, of a slice of their width where ranks of `split` share it."""
+    def _experts(self, step: StepContext) -> Experts:
+        """The experts in this rank's slots."""
         gate_up, down = self.gate_up[0], self.down[0]
         gate_up_bias = None if self.gate_up_bias is None else self.gate_up_bias[0]
         down_bias = None if self.down_bias is None else self.down_bias[0]
-        width = gate_up.shape[1] // 2
-        if split:
-            mine = share_of(width, split)
-            # Columns of `down` that belong to the ranks before are of no account.
-            own = jnp.arange(mine.count) >= mine.skip
-            down = lax.dynamic_slice_in_dim(down, mine.start, mine.count, axis=2) * own[None, None, :].astype(
-                down.dtype
-            )
-
-            def slices(both: jax.Array) -> jax.Array:
-                starts = mine.start, width + mine.start
-                return jnp.concatenate(
-                    [lax.dynamic_slice_in_dim(both, at, mine.count, axis=1) for at in starts], axis=1
-                )
-
-            gate_up, gate_up_bias = slices(gate_up), None if gate_up_bias is None else slices(gate_up_bias)
         if down_bias is not None:
             # Every rank of the width adds its part of the sum, and only the first one this.
             first = rank_index(step.plan.width_of("moe", step.phase)) == 0

@@ -12,8 +12,8 @@ from jax import lax
 
 from jaxpar.collectives import enter, pick_rows
 from jaxpar.collectives.reduction import enter_traffic
+from jaxpar.kernels.dense import matmul
 from jaxpar.ledger.traffic import Traffic
-from jaxpar.nn.linear import matmul
 from jaxpar.plan import Sublayer
 from jaxpar.strategies import Step, Strategy
 from jaxpar.vocabulary.embedding import rank_offset

@@ -1,0 +1,66 @@
+"""The product with a slice of a weight on GPUs: read where it lies, its start is data.
+
+w        [O, I]     a slice of its rows              a slice of its columns
+blocks              of its columns, each sums I      of all O, each sums the slice
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+
+from jaxpar.kernels.triton_call import LEAST, Ref, dot, fitting_block, largest_block, triton_call
+
+ROWS, WIDTH, DEPTH = 64, 32, 128
+"""Rows and columns of a block, and how many numbers are summed at once, at most.
+
+Blocks are narrow: decode has few rows, and takes as long as the weight is read, by as many blocks at once as there are
+multiprocessors.
+"""
+
+
+def fits(w: jax.Array, count: int, axis: int) -> bool:
+    """Whether the kernel takes these: whole blocks of 16, and places in the weight that an int32 can count."""
+    return not any(size % LEAST for size in (count, w.shape[1 - axis])) and w.size < 1 << 31
+
+
+@partial(jax.jit, static_argnames=("count", "axis", "unit", "interpret"))
+def product(
+    x: jax.Array, w: jax.Array, start: jax.Array, count: int, axis: int, unit: int, interpret: bool = False
+) -> jax.Array:
+    """As `kernels.dense.matmul_slice`. `interpret`: on any backend."""
+    rows, summed = x.shape
+    width = count if axis == 0 else len(w)
+    tile = fitting_block(rows, ROWS)
+    padded = -(-rows // tile) * tile
+    columns, depth = largest_block(width, WIDTH), largest_block(summed, DEPTH)
+    call = triton_call(
+        partial(_kernel, tile, columns, depth, axis, unit),
+        grid=(padded // tile, width // columns),
+        shapes=[(padded, width)],
+        like=x,
+        # A single row of 16-bit numbers counts as the two that other backends multiply.
+        flops=2 * max(rows, 2 if x.dtype.itemsize == 2 else 1) * summed * width,
+        bytes_accessed=rows * summed * x.dtype.itemsize + summed * width * w.dtype.itemsize + 4 * rows * width,
+        warps=4,
+        interpret=interpret,
+    )
+    (out,) = call(jnp.reshape(start // unit, 1).astype(jnp.int32), jnp.pad(x, ((0, padded - rows), (0, 0))), w)
+    return out[:rows]
+
+
+def _kernel(tile: int, columns: int, depth: int, axis: int, unit: int, start: Ref, x: Ref, w: Ref, out: Ref) -> None:
+    row, column, first = pl.program_id(0) * tile, pl.program_id(1) * columns, start[0] * unit
+
+    def add(step: jax.Array, sums: jax.Array) -> jax.Array:
+        at = step * depth
+        left = x[pl.ds(row, tile), pl.ds(at, depth)]
+        across, along = (first + column, at) if axis == 0 else (column, first + at)
+        return sums + dot(left, w[pl.ds(across, columns), pl.ds(along, depth)].T)
+
+    sums = lax.fori_loop(0, x.shape[1] // depth, add, jnp.zeros((tile, columns), jnp.float32))
+    out[pl.ds(row, tile), pl.ds(column, columns)] = sums
