@@ -27,7 +27,8 @@ from jaxpar.checkpoint.config import ModelConfig
 from jaxpar.ledger.hlo import collectives_of
 from jaxpar.ledger.hlo_flops import compiled_flops
 from jaxpar.ledger.hlo_text import parse_module
-from jaxpar.program import Programs
+from jaxpar.plan import Plan
+from jaxpar.program import Programs, compiler_options
 from jaxpar.tables import human_bytes, markdown
 
 Made = tuple[Jitted, Mesh]
@@ -145,9 +146,9 @@ def measure(kept: Kept, target: Target, only_kept: bool) -> Iterator[dict[str, A
         for name, make in contest.programs.items():
             mesh = target.mesh(plan.mesh)
 
-            def compiled(make: Callable[[Mesh], Made] = make, mesh: Mesh = mesh) -> Any:
+            def compiled(make: Callable[[Mesh], Made] = make, mesh: Mesh = mesh, plan: Plan = plan) -> Any:
                 (function, arguments), _ = make(mesh)
-                return function.lower(*arguments).compile()
+                return function.lower(*arguments).compile(compiler_options(target.platform, plan))
 
             label = f"{contest.work}: {name} on {target}"
             if only_kept and not kept.has(label):

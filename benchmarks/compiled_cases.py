@@ -138,5 +138,9 @@ CASES: tuple[Case, ...] = (
     _two(decode(MLA, "ep=8", 8), first=2),
     _two(prefill(MLA, "ep=4,tp=2", 512, 1024), first=2),
     _two(decode(MLA, "cp=2,tp=4", keys=1024), first=2),
+    _two(prefill(MLA, "cp=2,tp=4", **_OVER_CP), first=2),
+    _two(decode(MLA, "dp=2,ep=4", 8, experts_over=("dp", "ep"), moe_dispatch="all_to_all"), first=2),
+    decode(MOE, "cp=2,tp=4", keys=1024, decode_attention="helix"),
+    decode(MOE, "cp=2,tp=4", keys=1024, decode_attention="helix", experts_over=("cp", "tp")),
     prefill(MOE, "ep=2,tp=4", 512, 1024, experts_over=("ep", "tp"), sequence_parallel=True),
 )

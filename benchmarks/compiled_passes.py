@@ -12,6 +12,7 @@ from jaxpar.ledger.traffic import Traffic
 MERGED = "combiner: several collectives in one call, the same bytes"
 SPLIT = "decomposer: one collective in several calls, the same bytes"
 SCATTER = "reduce-scatter decomposer: all-reduce and slice, twice the bytes"
+UNEVEN = "all-reduce-scatter fusion: shards of whole tiles, and a permute of the rows that are then elsewhere"
 PROMOTED = "float normalization: 16-bit sums sent as float32"
 REUSED = "common subexpressions and dead code: what is asked for twice, or not used, is sent once, or not"
 
@@ -40,9 +41,12 @@ def explain(predicted: Iterable[Traffic], found: Iterable[HloCollective], change
     after = sum(row.sent_bytes for row in found if row.axes != ())
     passes: dict[str, None] = {}
     unexplained: list[str] = []
-    left = [change for change in changes if not _scattered(change, changes)]
-    if len(left) < len(changes):
-        passes.setdefault(SCATTER)
+    left = changes
+    for name, made in ((SCATTER, _scattered), (UNEVEN, _uneven)):
+        others = [change for change in left if not made(change, changes)]
+        if len(others) < len(left):
+            passes.setdefault(name)
+        left = others
     for change in left:
         name = _pass(change)
         if name:
@@ -74,3 +78,13 @@ def _scattered(change: Change, changes: list[Change]) -> bool:
         return False
     gone, come = both["reduce_scatter"], both["all_reduce"]
     return gone.traced_bytes - gone.compiled_bytes == come.compiled_bytes - come.traced_bytes
+
+
+def _uneven(change: Change, changes: list[Change]) -> bool:
+    """Whether it is one side of reduce-scatters that grew by what new permutes over the same axes carry, or P times."""
+    both = {c.collective: c for c in changes if (c.axes, c.per) == (change.axes, change.per)}
+    if change.collective not in ("reduce_scatter", "ppermute") or not {"reduce_scatter", "ppermute"} <= both.keys():
+        return False
+    grown, come = both["reduce_scatter"], both["ppermute"]
+    more = grown.compiled_bytes - grown.traced_bytes
+    return (grown.change, come.change) == ("resized", "added") and more > 0 == more % come.compiled_bytes

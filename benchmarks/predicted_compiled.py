@@ -17,6 +17,7 @@ from benchmarks.common import RESULTS, show, write
 from benchmarks.compiled_cases import CASES, TARGETS, Case
 from benchmarks.compiled_passes import Bytes, explain
 from benchmarks.compiled_programs import Kept, Program
+from benchmarks.compiled_training import COLUMNS, TrainingRow, training_rows
 from benchmarks.docs_table import DOCS, fill
 from jaxpar.aot.targets import Target
 from jaxpar.devices import abstract_mesh
@@ -166,7 +167,7 @@ def compiled_bytes(module: Module) -> Held:
     return Held(found["weights"], found["cache.planes"], found[""])
 
 
-def report(rows: list[Row], out: Path) -> None:
+def report(rows: list[Row], training: list[TrainingRow], out: Path) -> None:
     """Table and JSON; the page in docs takes what goes to the usual folder."""
     columns = [
         "model (layers)",
@@ -184,10 +185,17 @@ def report(rows: list[Row], out: Path) -> None:
         "off",
     ]
     cells = [_cells(row) for row in rows]
+    of_training = [row.cells for row in training]
     show("Predicted against compiled, of one rank", columns, cells, left=4)
+    show("Training steps, of one rank", COLUMNS, of_training, left=3)
     if out == RESULTS:
-        fill(DOCS / "accelerators.md", "predicted_compiled", f"{_summary(rows)}\n\n{markdown(columns, cells, left=4)}")
-    write(out, "predicted_compiled", {"rows": [row.to_json() for row in rows]})
+        tables = markdown(columns, cells, left=4), markdown(COLUMNS, of_training, left=3)
+        text = (
+            f"{_summary(rows)}\n\n{tables[0]}\n\nTraining steps (8 sequences of 512 tokens in float32):\n\n{tables[1]}"
+        )
+        fill(DOCS / "accelerators.md", "predicted_compiled", text)
+    rows_json, training_json = ([row.to_json() for row in every] for every in (rows, training))
+    write(out, "predicted_compiled", {"rows": rows_json, "training": training_json})
 
 
 def _summary(rows: list[Row]) -> str:
@@ -239,9 +247,10 @@ def main() -> None:
     parser.add_argument("--kept", type=Path, default=Path("out/compiled"), help="folder of what is compiled already")
     parser.add_argument("--report", action="store_true", help="compile nothing")
     options = parser.parse_args()
-    rows = measure(Kept(options.kept), {text: Target.parse(text) for text in TARGETS}, options.report)
-    report(rows, options.out)
-    if any(row.problems for row in rows):
+    kept, targets = Kept(options.kept), {text: Target.parse(text) for text in TARGETS}
+    rows, training = measure(kept, targets, options.report), training_rows(kept, targets, options.report)
+    report(rows, training, options.out)
+    if any(row.problems for row in (*rows, *training)):
         sys.exit("some predictions miss what was compiled")
 
 

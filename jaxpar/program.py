@@ -279,9 +279,10 @@ def compiler_options(platform: str, plan: Plan) -> dict[str, str] | None:
 
     XLA:TPU gives one operation 16 MiB of a core's memory (VMEM). With more, products read weights in larger pieces, and
     take them straight from HBM, where it would copy those of small projections to VMEM first (docs/accelerators.md).
+    Calls that layers have in common are one piece of code: an exchange among hundreds of ranks is megabytes of it.
     """
     if platform == "tpu":
-        return {"xla_tpu_scoped_vmem_limit_kib": str(64 << 10)}
+        return {"xla_tpu_scoped_vmem_limit_kib": str(64 << 10), "xla_tpu_enable_deduplicated_calls": "true"}
     if plan.collective_matmul and platform in ("gpu", "cuda", "rocm"):
         return {"xla_gpu_experimental_parallel_collective_overlap_limit": "2"}
     return None

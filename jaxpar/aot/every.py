@@ -11,11 +11,11 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 import jax
-import jax.numpy as jnp
 from rich.table import Table
 
 from jaxpar.aot.compile import compile_step
 from jaxpar.aot.targets import Target
+from jaxpar.aot.training import lowered_step, training_programs
 from jaxpar.applicable import every_way
 from jaxpar.assets import model_dir
 from jaxpar.checkpoint import read_config
@@ -28,11 +28,12 @@ from jaxpar.plan import PHASES, Plan
 from jaxpar.registry import STRATEGIES, chosen
 from jaxpar.strategies import Step, Strategy
 from jaxpar.tables import counted, markdown, table
-from jaxpar.train.settings import TrainSettings
-from jaxpar.train.step import TrainPrograms
 
-DEVICES, BATCH, CONTEXT = 8, 16, 1024
+DEVICES, BATCH, CONTEXT = 8, 8, 256
 """The shape: devices of a mesh, requests, and tokens of each."""
+
+LENGTH = 128
+"""Tokens of a sequence in a training step."""
 
 CARDS = {"llama-3.1-8b": (False,), "qwen3-235b-a22b": (True,), "deepseek-v3": (False, True)}
 """The cards, and whether each layer that is left of them has experts."""
@@ -161,7 +162,8 @@ def _compile(case: Case, target: Target) -> Callable[[Scopes], Outcome]:
     config = cut_card(case.model, CARDS[case.model])
     try:
         if case.work == "train":
-            text = _training(config, case.plan, target).compile().as_text()
+            train = training_programs(config, case.plan, target, BATCH, LENGTH)
+            text = lowered_step(train).compile().as_text()
             calls = [
                 (row.sublayer, row.strategy, row.calls, row.asynchronous)
                 for row in parse_collectives(text, case.plan.mesh.sizes)
@@ -185,26 +187,10 @@ def _scopes(case: Case) -> Scopes:
     assert case.plan is not None
     config = cut_card(case.model, CARDS[case.model])
     if case.work == "train":
-        step = Step(config, case.plan, "prefill", BATCH, CONTEXT, CONTEXT, differentiated=True)
+        step = Step(config, case.plan, "prefill", BATCH, LENGTH, LENGTH, differentiated=True)
     else:
         step = make_steps(config, case.plan, case.work, BATCH, CONTEXT)[0].batches[0]
     return {(row.sublayer, row.strategy) for row in case.strategy.sent(step)}
-
-
-def _training(config: ModelConfig, plan: Plan, target: Target) -> Any:
-    """A training step, lowered with abstract weights."""
-    settings = TrainSettings(1, BATCH, 128, 1e-3, 0, 1)
-    train = TrainPrograms(config, plan, target.mesh(plan.mesh), settings)
-    weights = {name: weight.abstract for name, weight in train.programs.weights.items()}
-    specs = train.state_specs
-    state = (weights, jax.eval_shape(train.optimizer.init, weights))
-    tokens = jax.ShapeDtypeStruct((settings.batch, settings.length + 1), jnp.int32)
-    placed = jax.tree.map(_placed, (*state, tokens), train.programs.sharded((*specs, train.batch_spec)))
-    return train.step.lower(type(specs)(*placed[:2]), placed[2])
-
-
-def _placed(shape: jax.ShapeDtypeStruct, sharding: Any) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=sharding)
 
 
 def _columns(targets: Sequence[Target]) -> Iterator[str]:

@@ -125,6 +125,12 @@ class TrainPrograms:
         return TrainState(specs, self.optimizer.specs(weights, specs))
 
     @property
+    def abstract_state(self) -> TrainState:
+        """Shapes of the state."""
+        weights = {name: weight.abstract for name, weight in self.programs.weights.items()}
+        return TrainState(weights, jax.eval_shape(self.optimizer.init, weights))
+
+    @property
     def batch_spec(self) -> P:
         """PartitionSpec of tokens [B, T+1]: sequences over dp and ep."""
         return P(self.plan.requests or None, None)
