@@ -163,7 +163,7 @@ def _compile(case: Case, target: Target) -> Callable[[Scopes], Outcome]:
     try:
         if case.work == "train":
             train = training_programs(config, case.plan, target, BATCH, LENGTH)
-            text = lowered_step(train).compile().as_text()
+            text = lowered_step(train).compile().as_text() or ""
             calls = [
                 (row.sublayer, row.strategy, row.calls, row.asynchronous)
                 for row in parse_collectives(text, case.plan.mesh.sizes)
