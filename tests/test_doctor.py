@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+from contextlib import nullcontext
 from importlib.metadata import requires
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,12 +17,13 @@ from oracle_data import ROOT
 from packaging.requirements import Requirement
 from sample_models import write_model
 
+from jaxpar.aot.targets import Target, require_compiler
 from jaxpar.applicable import WHOLE, every_way
 from jaxpar.checkpoint import open_checkpoint
 from jaxpar.cli.doctor import describe_machine
 from jaxpar.devices import devices_at_hand
 from jaxpar.doctor.machine import device_groups, preset_of
-from jaxpar.doctor.packages import find_compilers, find_extras, find_packages
+from jaxpar.doctor.packages import Compiler, find_compilers, find_extras, find_packages
 from jaxpar.doctor.ways import ways_of
 from jaxpar.errors import MeshError
 from jaxpar.mesh import MeshSpec
@@ -78,7 +81,8 @@ def test_of_a_kind_without_a_preset_the_figures_of_the_target_of_its_name_are_kn
 
 def test_what_is_seen_of_an_accelerator_is_said_in_words() -> None:
     gpus = device_groups([described("NVIDIA H200", "gpu", {"bytes_limit": 1 << 37, "bytes_in_use": 0})] * 8)
-    said = describe_machine(gpus, find_packages(have()), [], find_compilers(have(libtpu="0.0.1"))).splitlines()
+    compilers = [Compiler("tpu", ("libtpu",), ""), Compiler("gpu", ("of-cuda",), "of-cuda is not installed")]
+    said = describe_machine(gpus, find_packages(have()), [], compilers).splitlines()
     assert said[:4] == [
         "devices       8 x NVIDIA H200 by gpu, in one process",
         "              memory of each: 128 GiB, 0 B in use",
@@ -87,7 +91,7 @@ def test_what_is_seen_of_an_accelerator_is_said_in_words() -> None:
     ]
     assert said[-2:] == [
         "compiles for  tpu: by libtpu",
-        "              gpu: not without jax-cuda13-plugin and jax-cuda13-pjrt; pip install 'jaxpar[gpu-compile]'",
+        "              gpu: no, of-cuda is not installed",
     ]
 
 
@@ -131,11 +135,11 @@ def test_an_extra_is_installed_missing_or_of_another_version_and_says_of_what() 
     assert state(libtpu=f"{wanted}.7") == ("installed", ())
 
 
-def test_a_gpu_is_compiled_for_by_the_two_packages_that_jaxpar_compile_asks_for() -> None:
-    one = find_compilers(have(jax_cuda12_plugin="1", jax_cuda12_pjrt="1", jax_cuda13_pjrt="1"))[1]
-    both = find_compilers(have(jax_cuda13_plugin="1", jax_cuda13_pjrt="1"))[1]
-    assert (one.platform, one.available) == ("gpu", False)
-    assert (both.available, both.packages) == (True, ("jax-cuda13-plugin", "jax-cuda13-pjrt"))
+def test_the_doctor_says_of_a_compiler_what_jaxpar_compile_says() -> None:
+    for one, name in zip(find_compilers(), ("v5p:2x2x1", "h200:1x1x8"), strict=True):
+        expected = pytest.raises(MeshError, match=f"^{re.escape(one.problem)}$") if one.problem else nullcontext()
+        with expected:
+            require_compiler(Target.parse(name))
 
 
 # Strategies

@@ -37,6 +37,9 @@ Platform = Literal["tpu", "gpu"]
 CUDA = Path("/usr/local/cuda")
 """Where CUDA itself is installed."""
 
+COMPILERS = {"tpu": ("libtpu",), "gpu": ("jax-cuda13-pjrt", "jax-cuda13-plugin")}
+"""The packages that compile for a platform."""
+
 _EXAMPLES = "write v5p:2x2x4 (chips of a TPU slice) or h200:1x4x8 (slices x hosts x GPUs of a host)"
 
 # Compilers read these when they are loaded. libtpu would ask Google's metadata server which TPU it is on, keep a lock
@@ -151,21 +154,31 @@ class Target:
 
 def require_compiler(target: Target) -> None:
     """Raise MeshError if the target's compiler is not installed, or not of JAX's version; nothing is loaded."""
-    if target.platform == "tpu":
-        _installed("libtpu", "tpu")
-        return
-    for package in ("jax-cuda13-pjrt", "jax-cuda13-plugin"):
-        found, wanted = _installed(package, "gpu-compile"), version("jax")
-        if found != wanted:
-            raise MeshError(
+    if problem := missing_compiler(target.platform):
+        raise MeshError(problem)
+
+
+def missing_compiler(platform: str) -> str:
+    """What stops compiling for "tpu" or "gpu", and what would help; "" if nothing does. Nothing is loaded."""
+    extra = {"tpu": "tpu", "gpu": "gpu-compile"}[platform]
+    for package in COMPILERS[platform]:
+        try:
+            found = version(package)
+        except PackageNotFoundError:
+            return (
+                f"{package}, the compiler, is not installed: pip install 'jaxpar[{extra}]' (no accelerator is needed)"
+            )
+        if platform == "gpu" and found != (wanted := version("jax")):
+            return (
                 f"{package} {found} does not go with JAX {wanted}, which takes only its own version: "
                 f"pip install {package}=={wanted}"
             )
-    if not _cuda_tools():
-        raise MeshError(
+    if platform == "gpu" and not _cuda_tools():
+        return (
             "ptxas and libdevice, CUDA's assembler and device library, are not installed, and XLA:GPU crashes without: "
             "pip install 'jaxpar[gpu-compile]' (nvidia-cuda-nvcc, nvidia-nvvm), or CUDA 13 in /usr/local/cuda"
         )
+    return ""
 
 
 def _cuda_tools() -> bool:
@@ -176,12 +189,3 @@ def _cuda_tools() -> bool:
         (root / "bin" / "ptxas").exists() and (root / "nvvm" / "libdevice" / "libdevice.10.bc").exists()
         for root in [*roots, CUDA]
     )
-
-
-def _installed(package: str, extra: str) -> str:
-    try:
-        return version(package)
-    except PackageNotFoundError as error:
-        raise MeshError(
-            f"{package}, the compiler, is not installed: pip install 'jaxpar[{extra}]' (no accelerator is needed)"
-        ) from error

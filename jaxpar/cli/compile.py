@@ -11,6 +11,9 @@ from jaxpar.cli.output import OUT, print_json, progress
 from jaxpar.cli.plan_options import takes_plan
 from jaxpar.errors import RequestError
 
+TARGETS = "v5p:2x2x2", "h200:1x1x8"
+"""What `--all` compiles for unless targets are given."""
+
 
 @takes_plan
 def compile(
@@ -81,7 +84,7 @@ def _every_strategy(targets: list[str] | None, markdown: bool, json: bool) -> in
     from jaxpar.aot.every import compile_every, render_every, rows_markdown
     from jaxpar.aot.targets import Target
 
-    aimed = [Target.parse(text) for text in targets or ("v5p:2x2x2", "h200:1x1x8")]
+    aimed = [Target.parse(text) for text in targets or TARGETS]
     with progress("Compiling every strategy") as status:
         rows = compile_every(aimed, status.say)
     if json:

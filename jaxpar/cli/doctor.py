@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from jaxpar.doctor.machine import DeviceGroup
     from jaxpar.doctor.packages import Compiler, Extra, Package
 
-_EXTRA_OF = {"tpu": "tpu", "gpu": "gpu-compile"}
 _NEW_TOKENS = 4
 
 
@@ -161,7 +160,4 @@ def _package(one: Package) -> str:
 
 
 def _compiler(one: Compiler) -> str:
-    names = " and ".join(one.packages)
-    if one.available:
-        return f"{one.platform}: by {names}"
-    return f"{one.platform}: not without {names}; pip install 'jaxpar[{_EXTRA_OF[one.platform]}]'"
+    return f"{one.platform}: no, {one.problem}" if one.problem else f"{one.platform}: by {' and '.join(one.packages)}"

@@ -9,10 +9,11 @@ from typing import Literal
 
 from packaging.requirements import Requirement
 
+from jaxpar.aot.targets import COMPILERS, missing_compiler
+
 _SHOWN = ("jax", "jaxlib", "flax", "libtpu", "jax-cuda12-plugin", "jax-cuda12-pjrt", "jax-cuda13-plugin",
           "jax-cuda13-pjrt", "jax-rocm7-plugin", "jax-rocm7-pjrt")  # fmt: skip
 _OF_JAX = {"jaxlib": "", "libtpu": "tpu", "jax-cuda12-plugin": "cuda12", "jax-cuda13-plugin": "cuda13"}
-_COMPILERS = {"tpu": ("libtpu",), "gpu": ("jax-cuda13-plugin", "jax-cuda13-pjrt")}
 
 Find = Callable[[str], str | None]
 State = Literal["installed", "other version", "not installed"]
@@ -39,11 +40,11 @@ class Extra:
 
 @dataclass(frozen=True)
 class Compiler:
-    """What compiles for a platform without a device of it; `packages` are those that do, or that have to be there."""
+    """What compiles for a platform without a device of it, or the `problem` that stops it."""
 
     platform: str
-    available: bool
     packages: tuple[str, ...]
+    problem: str
 
 
 def installed(name: str) -> str | None:
@@ -72,12 +73,9 @@ def find_extras(find: Find = installed) -> list[Extra]:
     return [_extra(name, find) for name in metadata("jaxpar").get_all("Provides-Extra") or []]
 
 
-def find_compilers(find: Find = installed) -> list[Compiler]:
-    """The platforms of accelerators, and whether `jaxpar compile` finds their compilers."""
-    return [
-        Compiler(platform, all(find(name) is not None for name in names), names)
-        for platform, names in _COMPILERS.items()
-    ]
+def find_compilers() -> list[Compiler]:
+    """The platforms of accelerators, and what `jaxpar compile` says of their compilers."""
+    return [Compiler(platform, packages, missing_compiler(platform)) for platform, packages in COMPILERS.items()]
 
 
 def _extra(name: str, find: Find) -> Extra:
