@@ -17,8 +17,9 @@ from benchmarks.common import RESULTS, show, write
 from benchmarks.compiled_cases import CASES, TARGETS, Case
 from benchmarks.compiled_passes import Bytes, explain
 from benchmarks.compiled_programs import Kept, Program
-from benchmarks.compiled_training import COLUMNS, TrainingRow, training_rows
+from benchmarks.compiled_training import BATCH, COLUMNS, LENGTH, TrainingRow, training_rows
 from benchmarks.docs_table import DOCS, fill
+from jaxpar.aot.every import TRAINING
 from jaxpar.aot.targets import Target
 from jaxpar.devices import abstract_mesh
 from jaxpar.ledger.compiled import compare_compiled
@@ -28,7 +29,7 @@ from jaxpar.ledger.hlo_text import Module, array_bytes, parse_module
 from jaxpar.ledger.predict import local_bytes, predict_flops, predict_traffic
 from jaxpar.planner.buffers import buffers_of
 from jaxpar.program import Programs
-from jaxpar.registry import chosen
+from jaxpar.registry import STRATEGIES, chosen
 from jaxpar.tables import human_bytes, markdown
 
 FLOPS_WITHIN, MEMORY_WITHIN = 0.02, 0.1
@@ -190,20 +191,23 @@ def report(rows: list[Row], training: list[TrainingRow], out: Path) -> None:
     show("Training steps, of one rank", COLUMNS, of_training, left=3)
     if out == RESULTS:
         tables = markdown(columns, cells, left=4), markdown(COLUMNS, of_training, left=3)
-        text = (
-            f"{_summary(rows)}\n\n{tables[0]}\n\nTraining steps (8 sequences of 512 tokens in float32):\n\n{tables[1]}"
-        )
+        between = f"Training steps ({BATCH} sequences of {LENGTH} tokens in float32):"
+        text = "\n\n".join([_summary(rows, training), tables[0], between, tables[1]])
         fill(DOCS / "accelerators.md", "predicted_compiled", text)
     rows_json, training_json = ([row.to_json() for row in every] for every in (rows, training))
     write(out, "predicted_compiled", {"rows": rows_json, "training": training_json})
 
 
-def _summary(rows: list[Row]) -> str:
-    """How many there are, and what misses its goal."""
+def _summary(rows: list[Row], training: list[TrainingRow]) -> str:
+    """How many there are, what strategies are in none, and what misses its goal."""
+    seen = {item for row in rows for item in row.strategies.items()}
+    every = [(one.sublayer, one.name) for one in STRATEGIES if not (training and one.sublayer in TRAINING)]
+    left = [f"{sublayer}={name}" for sublayer, name in every if (sublayer, name) not in seen]
     misses = [f"- {row.case.name} on {row.target}: {'; '.join(row.problems)}" for row in rows if row.problems]
     equal = sum(row.sent.equal for row in rows)
     line = f"{len(rows)} programs: {equal} send the predicted bytes, a pass explains the others"
-    line += f"; {len(misses)} with a goal missed:" if misses else "."
+    line += f". Strategies in none of them: {', '.join(left)}" if left else ". Every registered strategy is in one"
+    line += f"; {len(misses)} programs miss a goal:" if misses else "; no program misses a goal."
     return "\n".join([line, *(["", *misses] if misses else [])])
 
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from jaxpar.assets import model_dir
 from jaxpar.checkpoint import read_config
+from jaxpar.kinds import KINDS
 from jaxpar.mesh import MeshSpec
 from jaxpar.plan import Plan
-from jaxpar.planner.buffers import activation_bytes
+from jaxpar.planner.buffers import activation_bytes, buffers_of
 from jaxpar.strategies import Step
 
 
@@ -22,3 +23,12 @@ def test_a_decode_step_gathers_the_pages_of_one_layer() -> None:
 
 def test_where_a_kernel_reads_pages_in_place_nothing_grows_with_the_context() -> None:
     assert activation_bytes(step(8192), in_place=True) == activation_bytes(step(4096), in_place=True)
+
+
+def test_halves_of_heads_fill_whole_rows_of_a_tpus_memory_and_their_pool_is_turned() -> None:
+    config, plan = read_config(model_dir("qwen2.5-7b")), Plan(MeshSpec(tp=8), dtype="bfloat16", kv_split="head_dim")
+    halves = Step(config, plan, "decode", 32, 1, 2048)
+    on_tpu, on_gpu = (sum(buffers_of(halves, KINDS[name])) for name in ("v5p", "h200"))
+    gathered = 2 * 32 * 2048 * 64 * 2  # keys and values, requests, positions, half a head, bytes
+    assert on_tpu - on_gpu == gathered + 2 * gathered
+    assert buffers_of(step(4096), KINDS["v5p"]) == buffers_of(step(4096), KINDS["h200"])

@@ -6,11 +6,13 @@ for the next. Products come out in float32 before they are rounded.
 
 from __future__ import annotations
 
+from jaxpar.attention.planes import planes_of
 from jaxpar.presets import DeviceKind
 from jaxpar.registry import chosen
 from jaxpar.strategies import Step
 
 _WIDE = 4
+_LANES = 128
 
 
 def buffers_of(step: Step, device: DeviceKind) -> tuple[int, int]:
@@ -19,7 +21,22 @@ def buffers_of(step: Step, device: DeviceKind) -> tuple[int, int]:
     # split inside, and what runs in tiles of one shape.
     gathers = step.config.mla is not None or step.heads.parts > 1 or step.plan.fixed_order
     in_place = step.phase == "decode" and device.kind != "cpu" and not gathers
-    return activation_bytes(step, in_place), dispatch_bytes(step)
+    padded = narrow_bytes(step) if gathers and device.kind.startswith("TPU") else 0
+    return activation_bytes(step, in_place) + padded, dispatch_bytes(step)
+
+
+def narrow_bytes(step: Step) -> int:
+    """What planes of less than a row of a TPU's memory take beside `activation_bytes`, such as halves of heads of 128.
+
+    Gathered they are filled up to whole rows. Their pool lies across, where nothing is filled up, and is turned before
+    a decode step writes into it, which copies it.
+    """
+    extra = 0
+    for plane, size in zip(planes_of(step.config, step.plan), step.bag_bytes, strict=True):
+        if rest := -plane.size % _LANES:
+            rows = size + size * rest // plane.size
+            extra += rows - size + (rows if step.phase == "decode" else 0)
+    return extra
 
 
 def activation_bytes(step: Step, in_place: bool = False) -> int:
