@@ -10,6 +10,7 @@ import argparse
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -144,10 +145,13 @@ def measure(kept: Kept, target: Target, only_kept: bool) -> Iterator[dict[str, A
         plan = contest.case.plan
         for name, make in contest.programs.items():
             mesh = target.mesh(plan.mesh)
-            options = compiler_options(target.platform, plan)
-            program = _faster(kept, f"{contest.work}: {name} on {target}", *make(mesh)[0], options, only_kept)
-            if program is None:
+            label = f"{contest.work}: {name} on {target}"
+            if only_kept and not kept.has(label):
                 continue
+            program, took = kept.program(
+                label, partial(_compiled, make(mesh)[0], compiler_options(target.platform, plan))
+            )
+            print(f"{label}: compiled in {took:.0f} s", file=sys.stderr, flush=True)
             module = parse_module(program.text)
             sizes = dict(make(mesh)[1].shape)
             sent = sent_by(collectives_of(module, sizes), plan, target.kind)
@@ -156,21 +160,8 @@ def measure(kept: Kept, target: Target, only_kept: bool) -> Iterator[dict[str, A
             yield head | figures(program, sent, contest.layers, flops)
 
 
-def _faster(
-    kept: Kept, label: str, function: Any, arguments: tuple[Any, ...], options: dict[str, str] | None, only_kept: bool
-) -> Program | None:
-    """The program with `options` or with XLA's defaults, whichever XLA's own estimate finds faster.
-
-    An explicit step has its options in any case. Of the others some are faster with them, and some without.
-    """
-    found = []
-    for name, given in {label: options, **({f"{label}, XLA's defaults": None} if options else {})}.items():
-        if only_kept and not kept.has(name):
-            return None
-        program, took = kept.program(name, lambda given=given: function.lower(*arguments).compile(given))
-        print(f"{name}: compiled in {took:.0f} s", file=sys.stderr, flush=True)
-        found.append(program)
-    return min(found, key=lambda one: one.seconds)
+def _compiled(jitted: Jitted, options: dict[str, str] | None) -> Any:
+    return jitted.function.lower(*jitted.arguments).compile(options)
 
 
 def report(rows: list[dict[str, Any]], out: Path) -> None:
