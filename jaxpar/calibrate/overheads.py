@@ -1,7 +1,7 @@
 """What steps and kernels take besides their work: models with next to no work run their real decode steps.
 
 1 layer of width 64     step overhead +  (kernels of 1 layer)  x kernel overhead  +  a little work
-4 layers of width 64    step overhead +  (kernels of 4 layers) x kernel overhead  +  a little work
+8 layers of width 64    step overhead +  (kernels of 8 layers) x kernel overhead  +  a little work
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from jaxpar.planner.assumptions import Assumptions
 from jaxpar.planner.timing import step_time
 from jaxpar.presets import DeviceKind
 
-LAYERS = (1, 4)
+LAYERS = (1, 8)
 """Of the models that are run."""
 
 

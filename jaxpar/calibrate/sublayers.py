@@ -46,7 +46,7 @@ class Trial(NamedTuple):
 def trials(on_cpu: bool) -> Iterator[Trial]:
     """Small ones for a CPU; requests are those of a replica."""
     dense, experts = ("tiny", "tiny-moe") if on_cpu else ("llama-3.1-8b", "qwen3-235b-a22b")
-    prompt, lanes, context = (256, 8, 256) if on_cpu else (8192, 32, 4096)
+    prompt, lanes, context = (512, 16, 512) if on_cpu else (8192, 32, 4096)
     yield Trial("attention", "dp", dense, "prefill", 1, prompt)
     yield Trial("cache", "dp", dense, "decode", lanes, context)
     yield Trial("experts", "ep", experts, "prefill", 1, prompt)
