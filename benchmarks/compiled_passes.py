@@ -81,7 +81,7 @@ def _scattered(change: Change, changes: list[Change]) -> bool:
 
 
 def _uneven(change: Change, changes: list[Change]) -> bool:
-    """Whether it is one side of reduce-scatters that grew by what new permutes over the same axes carry, or P times."""
+    """Whether it is one side of reduce-scatters that grew by a multiple of what new permutes over the axes carry."""
     both = {c.collective: c for c in changes if (c.axes, c.per) == (change.axes, change.per)}
     if change.collective not in ("reduce_scatter", "ppermute") or not {"reduce_scatter", "ppermute"} <= both.keys():
         return False

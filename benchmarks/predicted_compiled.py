@@ -1,6 +1,6 @@
 """Predicted against compiled: closed forms held against what the compilers of two targets make of the step programs.
 
-python -m benchmarks.predicted_compiled          compiles what is not in --kept yet, for half an hour and more
+python -m benchmarks.predicted_compiled          compiles what is not in --kept yet, for 20 minutes
 python -m benchmarks.predicted_compiled --report tables of what there is
 """
 

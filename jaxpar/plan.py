@@ -203,8 +203,8 @@ class Plan:
         """The axes over which a sublayer's width is split: heads where they leave attention, an FFN, the vocabulary.
 
         In decode every rank of cp has the same tokens. Attention over cp leaves each with a slice of the heads;
-        under `helix` (arXiv:2507.07120) dense FFNs are split over cp as well, where experts are dealt tokens, or are
-        split over it themselves. Axes that experts are split over do not split their width.
+        under `helix` (arXiv:2507.07120) dense FFNs are split over cp as well. The width of experts is not: they are
+        dealt tokens over cp, or split over it. Axes that experts are split over do not split their width.
         """
         of_ffn = sublayer == "ffn" and self.decode_attention == "helix"
         over_cp = phase == "decode" and (sublayer in ("attention", "mla") or of_ffn)

@@ -7,7 +7,7 @@ from jaxpar.checkpoint import read_config
 from jaxpar.kinds import KINDS
 from jaxpar.mesh import MeshSpec
 from jaxpar.plan import Plan
-from jaxpar.planner.buffers import activation_bytes, buffers_of
+from jaxpar.planner.buffers import activation_bytes, buffers_of, narrow_bytes
 from jaxpar.strategies import Step
 
 
@@ -32,3 +32,10 @@ def test_halves_of_heads_fill_whole_rows_of_a_tpus_memory_and_their_pool_is_turn
     gathered = 2 * 32 * 2048 * 64 * 2  # keys and values, requests, positions, half a head, bytes
     assert on_tpu - on_gpu == gathered + 2 * gathered
     assert buffers_of(step(4096), KINDS["v5p"]) == buffers_of(step(4096), KINDS["h200"])
+
+
+def test_of_latents_only_the_rotated_key_is_narrow_and_prefill_turns_no_pool() -> None:
+    config, plan = read_config(model_dir("deepseek-v3")), Plan(MeshSpec(tp=8), dtype="bfloat16")
+    rotated = 32 * 2048 * 64 * 2
+    assert narrow_bytes(Step(config, plan, "decode", 32, 1, 2048)) == rotated + 2 * rotated
+    assert narrow_bytes(Step(config, plan, "prefill", 32, 16, 2048)) == rotated

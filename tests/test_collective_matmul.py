@@ -207,3 +207,8 @@ def test_a_gpu_is_told_that_two_collectives_may_be_under_way() -> None:
     (limit,) = (compiler_options("cuda", Plan(**RING)) or {}).values()
     assert limit == "2"
     assert compiler_options("cpu", Plan(**RING)) is compiler_options("cuda", Plan()) is None
+
+
+def test_layers_share_code_in_programs_for_tpus_whatever_the_plan() -> None:
+    for plan in (Plan(), Plan(**RING)):
+        assert (compiler_options("tpu", plan) or {})["xla_tpu_enable_deduplicated_calls"] == "true"

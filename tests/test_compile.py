@@ -189,6 +189,11 @@ def test_every_registered_strategy_has_a_program_that_runs_it() -> None:
     assert [case.strategy.name for case in cases if case.plan is None] == []
 
 
+def test_a_sum_by_levels_is_shown_in_the_phase_in_which_it_has_two() -> None:
+    shown = {(case.strategy.sublayer, case.strategy.name): case.work for case in every_case()}
+    assert shown["all_reduce", "two_level"] == "decode" and shown["all_reduce", "psum"] == "prefill"
+
+
 @pytest.mark.parametrize(
     ("outcomes", "proved"),
     [({"a": Outcome(True)}, True), ({"a": Outcome(True), "b": Outcome(False, reason="no")}, False), ({}, False)],

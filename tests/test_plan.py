@@ -74,6 +74,13 @@ def test_heads_lie_over_cp_and_tp_after_decode_attention_and_under_helix_so_does
     assert split == Sublayer(gather=("tp",), scatter=("tp",), sum=("cp",))
 
 
+def test_under_helix_experts_keep_their_width_and_take_a_share_of_the_tokens_or_lie_over_cp_themselves() -> None:
+    plan = Plan(MeshSpec(cp=2, tp=4), decode_attention="helix")
+    over_both = replace(plan, experts_over=("cp", "tp"))
+    assert [one.width_of("moe", "decode") for one in (plan, over_both)] == [("tp",), ()]
+    assert [one.sublayer("moe", "decode").deal for one in (plan, over_both)] == [("cp",), ("cp", "tp")]
+
+
 @given(SPECS, st.booleans())
 def test_no_part_of_a_plan_names_an_axis_of_size_1(spec: MeshSpec, sequence_parallel: bool) -> None:
     plan = Plan(spec, sequence_parallel=sequence_parallel)

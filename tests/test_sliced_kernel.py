@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,9 +12,14 @@ import pytest
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
-from jaxpar.kernels import gpu_sliced
+from jaxpar.calibrate.overheads import narrow
+from jaxpar.kernels import dense, gpu_sliced
+from jaxpar.mesh import MeshSpec
 from jaxpar.nn.linear import share_of
+from jaxpar.nn.mlp import MLP
+from jaxpar.plan import Plan
 
+MESH = jax.make_mesh((3,), ("cp",), axis_types=(AxisType.Auto,), devices=jax.devices()[:3])
 WEIGHT = np.random.default_rng(0).standard_normal((96, 80)).astype(np.float32)
 
 
@@ -25,24 +33,65 @@ def test_a_slice_is_multiplied_wherever_it_begins(axis: int, rows: int) -> None:
         np.testing.assert_allclose(product(start), x @ own.T, atol=1e-4)
 
 
-def test_shapes_that_are_not_whole_blocks_are_not_taken() -> None:
-    assert gpu_sliced.fits(WEIGHT, 48, 0) and gpu_sliced.fits(WEIGHT, 32, 1)
-    assert not gpu_sliced.fits(WEIGHT, 40, 0) and not gpu_sliced.fits(WEIGHT[:90], 32, 1)
+def test_many_rows_and_shapes_that_are_not_whole_blocks_are_not_taken() -> None:
+    x = np.ones((256, 80), np.float32)
+    assert gpu_sliced.fits(x, WEIGHT, 48, 0) and gpu_sliced.fits(x, WEIGHT, 32, 1)
+    assert not gpu_sliced.fits(x, WEIGHT, 40, 0) and not gpu_sliced.fits(x, WEIGHT[:90], 32, 1)
+    assert not gpu_sliced.fits(np.ones((257, 80), np.float32), WEIGHT, 48, 0)
+
+
+@pytest.mark.parametrize("axes", [("cp",), ()])
+def test_the_product_varies_over_the_axes_of_its_operands(axes: tuple[str, ...]) -> None:
+    seen = []
+
+    def local(x: jax.Array, w: jax.Array) -> jax.Array:
+        out = gpu_sliced.product(x, w, jnp.asarray(0), 48, 0, 16)
+        seen.append(jax.typeof(out).manual_axis_type.varying)
+        return out
+
+    mapped = jax.shard_map(local, mesh=MESH, in_specs=(P(), P(None, axes or None)), out_specs=P(None, axes or None))
+    jax.eval_shape(mapped, np.ones((4, 96), np.float32), np.ones((96, 288 if axes else 96), np.float32))
+    assert seen == [set(axes)]
 
 
 @pytest.mark.parametrize("heads", [4, 5, 6])
 def test_ranks_read_their_shares_of_one_weight_where_heads_do_not_divide(heads: int) -> None:
-    mesh = jax.make_mesh((3,), ("cp",), axis_types=(AxisType.Auto,), devices=jax.devices()[:3])
     x = np.ones((2, 80), np.float32)
 
     def local(x: jax.Array, w: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-        share = share_of(heads, ("cp",)).of_size(16)
+        share = share_of(heads, ("cp",)).scaled(16)
         out = gpu_sliced.product(x, w, share.start, share.count, 0, share.unit, interpret=True)
         return out, share.start + jnp.arange(share.count), share.start % share.unit + jnp.zeros(1, jnp.int32)
 
     specs = P(None, "cp"), P("cp"), P("cp")
     # What runs inside a kernel in interpret mode has no types of its own.
-    mapped = jax.shard_map(local, mesh=mesh, in_specs=P(), out_specs=specs, check_vma=False)
+    mapped = jax.shard_map(local, mesh=MESH, in_specs=P(), out_specs=specs, check_vma=False)
     out, at, beside = jax.jit(mapped)(x, WEIGHT)
     assert set(np.asarray(at)) == set(range(16 * heads)) and not np.any(beside)
     np.testing.assert_allclose(out[0], WEIGHT.sum(axis=1)[np.asarray(at)], atol=1e-4)
+
+
+def in_kernels(*operands: jax.Array, default: Callable[..., jax.Array], gpu: Callable[..., jax.Array]) -> jax.Array:
+    """What a GPU runs, on a CPU."""
+    return gpu(*operands, interpret=True)
+
+
+@pytest.mark.parametrize("width", [96, 47])
+def test_an_ffn_of_which_ranks_of_cp_compute_slices_is_the_same_by_the_kernel(
+    width: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = dataclasses.replace(narrow(1), mlp_bias=True)
+    mlp = MLP(config, Plan(MeshSpec(cp=3), decode_attention="helix"), ("mlp.",), width, ())
+    rng = np.random.default_rng(width)
+    for one in (mlp.gate_up.weight, mlp.gate_up.bias, mlp.down.weight):
+        assert one is not None
+        one.set_value(jnp.asarray(rng.standard_normal(one.abstract.shape), jnp.float32))
+    x = jnp.asarray(rng.standard_normal((5, config.hidden_size)), jnp.float32)
+    whole = mlp(x, ())
+    monkeypatch.setattr(dense, "by_backend", in_kernels)
+
+    def local(x: jax.Array) -> jax.Array:
+        return jax.lax.psum(mlp(x, ("cp",)), "cp")
+
+    parts = jax.jit(jax.shard_map(local, mesh=MESH, in_specs=P(), out_specs=P(), check_vma=False))(x)
+    np.testing.assert_allclose(parts, whole, rtol=1e-5, atol=1e-4)

@@ -154,11 +154,11 @@ class Target:
 
 def require_compiler(target: Target) -> None:
     """Raise MeshError if the target's compiler is not installed, or not of JAX's version; nothing is loaded."""
-    if problem := missing_compiler(target.platform):
+    if problem := compiler_problem(target.platform):
         raise MeshError(problem)
 
 
-def missing_compiler(platform: str) -> str:
+def compiler_problem(platform: str) -> str:
     """What stops compiling for "tpu" or "gpu", and what would help; "" if nothing does. Nothing is loaded."""
     extra = {"tpu": "tpu", "gpu": "gpu-compile"}[platform]
     for package in COMPILERS[platform]:

@@ -9,7 +9,7 @@ from typing import Literal
 
 from packaging.requirements import Requirement
 
-from jaxpar.aot.targets import COMPILERS, missing_compiler
+from jaxpar.aot.targets import COMPILERS, compiler_problem
 
 _SHOWN = ("jax", "jaxlib", "flax", "libtpu", "jax-cuda12-plugin", "jax-cuda12-pjrt", "jax-cuda13-plugin",
           "jax-cuda13-pjrt", "jax-rocm7-plugin", "jax-rocm7-pjrt")  # fmt: skip
@@ -75,7 +75,7 @@ def find_extras(find: Find = installed) -> list[Extra]:
 
 def find_compilers() -> list[Compiler]:
     """The platforms of accelerators, and what `jaxpar compile` says of their compilers."""
-    return [Compiler(platform, packages, missing_compiler(platform)) for platform, packages in COMPILERS.items()]
+    return [Compiler(platform, packages, compiler_problem(platform)) for platform, packages in COMPILERS.items()]
 
 
 def _extra(name: str, find: Find) -> Extra:

@@ -43,7 +43,7 @@ def matmul_slice(
         start: where the slice begins.
         count: how long it is.
         axis: 0 for a slice of the rows of `w`, 1 for one of its columns.
-        unit: divides every `start` that there is, which tells a GPU how memory is aligned.
+        unit: divides the start on every rank, which tells a GPU how memory is aligned.
         fixed: as in `jaxpar.fixed`.
     """
 
@@ -51,7 +51,7 @@ def matmul_slice(
         return matmul(x, lax.dynamic_slice_in_dim(w, start, count, axis), fixed)
 
     kernel = partial(gpu_sliced.product, count=count, axis=axis, unit=unit)
-    gpu = kernel if not fixed and gpu_sliced.fits(w, count, axis) else None
+    gpu = kernel if not fixed and gpu_sliced.fits(x, w, count, axis) else None
     return by_backend(x, w, jnp.asarray(start), gpu=gpu, default=copied)
 
 

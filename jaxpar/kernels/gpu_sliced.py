@@ -13,19 +13,24 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
+from jaxpar.collectives.types import match_varying
 from jaxpar.kernels.triton_call import LEAST, Ref, dot, fitting_block, largest_block, triton_call
 
-ROWS, WIDTH, DEPTH = 64, 32, 128
-"""Rows and columns of a block, and how many numbers are summed at once, at most.
+ROWS, DEPTH = 64, 128
+"""Rows of a block, and how many numbers are summed at once, at most."""
 
-Blocks are narrow: decode has few rows, and takes as long as the weight is read, by as many blocks at once as there are
-multiprocessors.
-"""
+MOST_ROWS = 256
+"""Rows beyond which a product takes longer than its weight is read, and a library's is better than no copy."""
+
+_WIDE, _NARROW, _BLOCKS = 32, 16, 64
+"""Columns of a block, at most, and those where 32 would make fewer than 64 blocks: decode has few rows, and takes as
+long as the weight is read, by as many of a GPU's hundred and more multiprocessors as have a block."""
 
 
-def fits(w: jax.Array, count: int, axis: int) -> bool:
-    """Whether the kernel takes these: whole blocks of 16, and places in the weight that an int32 can count."""
-    return not any(size % LEAST for size in (count, w.shape[1 - axis])) and w.size < 1 << 31
+def fits(x: jax.Array, w: jax.Array, count: int, axis: int) -> bool:
+    """Whether the kernel takes these: few rows, whole blocks of 16, and places in the weight that an int32 counts."""
+    whole = not any(size % LEAST for size in (count, w.shape[1 - axis]))
+    return whole and len(x) <= MOST_ROWS and w.size < 1 << 31
 
 
 @partial(jax.jit, static_argnames=("count", "axis", "unit", "interpret"))
@@ -37,12 +42,13 @@ def product(
     width = count if axis == 0 else len(w)
     tile = fitting_block(rows, ROWS)
     padded = -(-rows // tile) * tile
-    columns, depth = largest_block(width, WIDTH), largest_block(summed, DEPTH)
+    columns = largest_block(width, _WIDE if width >= _WIDE * _BLOCKS else _NARROW)
+    depth = largest_block(summed, DEPTH)
     call = triton_call(
         partial(_kernel, tile, columns, depth, axis, unit),
         grid=(padded // tile, width // columns),
         shapes=[(padded, width)],
-        like=x,
+        like=match_varying(x, w, start),
         # A single row of 16-bit numbers counts as the two that other backends multiply.
         flops=2 * max(rows, 2 if x.dtype.itemsize == 2 else 1) * summed * width,
         bytes_accessed=rows * summed * x.dtype.itemsize + summed * width * w.dtype.itemsize + 4 * rows * width,

@@ -15,7 +15,7 @@ from jaxpar.attention.partial import NO_WINDOW
 from jaxpar.checkpoint.config import ModelConfig
 from jaxpar.heads import HeadLayout, heads_of
 from jaxpar.nn.context import StepContext
-from jaxpar.nn.linear import ColumnParallel, Ring, all_of, rms_norm, share_of
+from jaxpar.nn.linear import ColumnParallel, Ring, rms_norm, share_of
 from jaxpar.nn.output import OutputProjection, head_block, head_slice
 from jaxpar.nn.rope import rotate
 from jaxpar.nn.stage import Prefixes, by_stage, own_value, prefixes_of, presence
@@ -89,8 +89,8 @@ class Attention(nnx.Module):
         fixed = step.plan.fixed_order
         kv, heads, size = self.heads.kv_local, self.heads.q_local, self.heads.slice_of(self.head_dim)
         if step.query_axes:
-            q = self.qkv.rows(x, share_of(heads, step.query_axes).of_size(size))
-            both = self.qkv.rows(x, all_of(2 * kv * size).behind(heads * size))
+            q = self.qkv.rows(x, share_of(heads, step.query_axes).scaled(size))
+            both = self.qkv.last_rows(x, 2 * kv * size)
         else:
             ring = Ring(step.plan.sublayer("attention", step.phase).ring_in, "attention")
             together = self.qkv(x, ring)[: step.positions.size]

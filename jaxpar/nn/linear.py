@@ -42,11 +42,11 @@ class Share:
     skip: jax.Array | int
     unit: int
 
-    def of_size(self, size: int) -> Share:
+    def scaled(self, size: int) -> Share:
         """The same where each row is `size` rows."""
         return Share(self.count * size, self.start * size, self.skip * size, self.unit * size)
 
-    def behind(self, rows: int) -> Share:
+    def offset_by(self, rows: int) -> Share:
         """The same where `rows` others come first."""
         return replace(self, start=self.start + rows, unit=math.gcd(self.unit, rows))
 
@@ -57,11 +57,6 @@ def share_of(total: int, axes: tuple[str, ...]) -> Share:
     first = rank_index(axes) * count
     start = jnp.minimum(first, total - count)
     return Share(count, start, first - start, math.gcd(count, total - count))
-
-
-def all_of(count: int) -> Share:
-    """A share that is all of `count` rows."""
-    return Share(count, 0, 0, count)
 
 
 class ColumnParallel(nnx.Module):
@@ -88,6 +83,11 @@ class ColumnParallel(nnx.Module):
         if self.bias is None:
             return y
         return y + lax.dynamic_slice_in_dim(self.bias[0], share.start, share.count).astype(y.dtype)[None, :]
+
+    def last_rows(self, x: jax.Array, count: int) -> jax.Array:
+        """Project onto the last `count` of the rank's rows -> [T, count]."""
+        y = matmul(x, self.weight[0][-count:], self.fixed)
+        return y if self.bias is None else y + self.bias[0][-count:].astype(y.dtype)[None, :]
 
 
 class RowParallel(nnx.Module):

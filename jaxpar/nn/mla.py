@@ -113,10 +113,8 @@ class MLA(nnx.Module):
     def _queries(self, x: jax.Array, step: StepContext) -> jax.Array:
         """Their latents [B * T, r_q], or the tokens themselves -> the queries of the rank's heads, rotated."""
         nope, size = self.mla.qk_nope_head_dim, self.mla.qk_nope_head_dim + self.mla.qk_rope_head_dim
-        if step.query_axes:
-            q = self.q.rows(x, share_of(self.heads.q_local, step.query_axes).of_size(size))
-        else:
-            q = self.q(x)
+        axes = step.query_axes
+        q = self.q.rows(x, share_of(self.heads.q_local, axes).scaled(size)) if axes else self.q(x)
         q = q.reshape(x.shape[0], -1, size)
         rope = rotate(q[..., nope:], step.cos, step.sin, self.interleaved, step.plan.fixed_order)
         return jnp.concatenate([q[..., :nope], rope], axis=2)

@@ -70,7 +70,7 @@ class MLP(nnx.Module):
             return self.down(hidden.astype(x.dtype), ring_out)
         width = self.gate_up.weight[0].shape[0] // 2
         mine = share_of(width, split)
-        gate, up = (self.gate_up.rows(x, share) for share in (mine, mine.behind(width)))
+        gate, up = (self.gate_up.rows(x, share) for share in (mine, mine.offset_by(width)))
         own = jnp.arange(mine.count)[None, :] >= mine.skip
         return self.down.columns(
             jnp.where(own, by_row(gated, gate, up, fixed=self.down.fixed), 0.0).astype(x.dtype), mine

@@ -54,7 +54,7 @@ class OutputProjection(RowParallel):
         # Zeros for heads at the front of the share that belong to the ranks before, and the rank's own after them.
         behind = jnp.concatenate([jnp.zeros_like(out), out], axis=1)
         own = lax.dynamic_slice_in_dim(behind, mine.count - mine.skip, mine.count, axis=1)
-        return self.columns(own.reshape(out.shape[0], -1), mine.of_size(out.shape[2]))
+        return self.columns(own.reshape(out.shape[0], -1), mine.scaled(out.shape[2]))
 
 
 def head_block(tensor: int, head: int, size: int) -> Block:

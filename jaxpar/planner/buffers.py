@@ -12,7 +12,7 @@ from jaxpar.registry import chosen
 from jaxpar.strategies import Step
 
 _WIDE = 4
-_LANES = 128
+_TPU_ROW = 128
 
 
 def buffers_of(step: Step, device: DeviceKind) -> tuple[int, int]:
@@ -29,12 +29,12 @@ def narrow_bytes(step: Step) -> int:
     """What planes of less than a row of a TPU's memory take beside `activation_bytes`, such as halves of heads of 128.
 
     Gathered they are filled up to whole rows. Their pool lies across, where nothing is filled up, and is turned before
-    a decode step writes into it, which copies it.
+    a decode step writes into it, which copies it; a pool is taken to be as large as what the step's page tables list.
     """
     extra = 0
     for plane, size in zip(planes_of(step.config, step.plan), step.bag_bytes, strict=True):
-        if rest := -plane.size % _LANES:
-            rows = size + size * rest // plane.size
+        if plane.size < _TPU_ROW:
+            rows = size * _TPU_ROW // plane.size
             extra += rows - size + (rows if step.phase == "decode" else 0)
     return extra
 

@@ -120,15 +120,17 @@ class TrainPrograms:
     @cached_property
     def state_specs(self) -> TrainState:
         """PartitionSpecs of the state."""
-        weights = {name: weight.abstract for name, weight in self.programs.weights.items()}
         specs = self.programs.weight_specs
-        return TrainState(specs, self.optimizer.specs(weights, specs))
+        return TrainState(specs, self.optimizer.specs(self._abstract_weights, specs))
 
     @property
     def abstract_state(self) -> TrainState:
         """Shapes of the state."""
-        weights = {name: weight.abstract for name, weight in self.programs.weights.items()}
-        return TrainState(weights, jax.eval_shape(self.optimizer.init, weights))
+        return TrainState(self._abstract_weights, jax.eval_shape(self.optimizer.init, self._abstract_weights))
+
+    @property
+    def _abstract_weights(self) -> dict[str, jax.ShapeDtypeStruct]:
+        return {name: weight.abstract for name, weight in self.programs.weights.items()}
 
     @property
     def batch_spec(self) -> P:

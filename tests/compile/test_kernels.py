@@ -25,10 +25,12 @@ def test_decode_copies_neither_the_weights_of_experts_nor_keys_and_values(target
     assert step.flops_ratio == 1
 
 
-@pytest.mark.parametrize("target", ["v5p:2x2x2", "h200:1x1x8"])
-def test_decode_over_cp_copies_no_slice_of_a_weight(target: str) -> None:
+@pytest.mark.parametrize(
+    ("target", "attention"), [("v5p:2x2x2", "helix"), ("h200:1x1x8", "helix"), ("h200:1x1x8", "a2a")]
+)
+def test_decode_over_cp_copies_no_slice_of_a_weight(target: str, attention: str) -> None:
     # A layer of Llama 3 70B: 168 MiB of the FFN and 16 MiB of the output projection belong to a rank of cp.
-    plan = Plan(MeshSpec(cp=2, tp=4), dtype="bfloat16", decode_attention="helix")
+    plan = Plan(MeshSpec(cp=2, tp=4), dtype="bfloat16", decode_attention=attention)
     config = read_config(model_dir("llama-3-70b")).of_layers(slice(0, 1))
     step = compile_step(config, plan, Target.parse(target), "decode", 32, 1024)
     assert step.memory.temporaries is not None and step.memory.temporaries < 15 * MIB
