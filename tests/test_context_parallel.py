@@ -99,8 +99,16 @@ def test_every_rank_decodes_the_tokens_of_transformers_in_all_other_ways(name: s
 
 
 # A chunk sees the cached prefix and itself; with pages of 5, chunks of 4 and 7 leave the prefix inside a page.
-@pytest.mark.parametrize("strategy", PREFILL)
-@pytest.mark.parametrize(("chunk", "mesh"), [(4, "cp=2,tp=2"), (7, "cp=3")])
+@pytest.mark.parametrize(
+    ("strategy", "chunk", "mesh"),
+    [
+        *((strategy, 4, "cp=2,tp=2") for strategy in PREFILL),
+        *(
+            pytest.param(name, 7, "cp=3", marks=[] if name in ("ring", "ulysses") else pytest.mark.full)
+            for name in PREFILL
+        ),
+    ],
+)
 def test_a_prompt_in_chunks_over_cp_gives_the_logits_of_transformers(strategy: str, chunk: int, mesh: str) -> None:
     assert_prefill("mistral", mesh, strategy, chunk=chunk)  # its window of 5 slides over ranks, chunks and pages
 
@@ -119,7 +127,7 @@ def test_tiles_over_cp_give_the_logits_of_transformers(strategy: str, monkeypatc
 
 @pytest.mark.parametrize("plan", [
     {"prefill_attention": "usp", "ulysses_degree": 2},
-    {"prefill_attention": "usp", "ulysses_degree": 1},
+    pytest.param({"prefill_attention": "usp", "ulysses_degree": 1}, marks=pytest.mark.full),
     {"cp_interleave": 2},
     {"decode_attention": "ag_rs", "decode_overlap": 2},
     {"decode_attention": "helix", "decode_overlap": 3, "sequence_parallel": True},
