@@ -148,12 +148,11 @@ def measure(kept: Kept, target: Target, only_kept: bool) -> Iterator[dict[str, A
             label = f"{contest.work}: {name} on {target}"
             if only_kept and not kept.has(label):
                 continue
-            program, took = kept.program(
-                label, partial(_compiled, make(mesh)[0], compiler_options(target.platform, plan))
-            )
+            jitted, named = make(mesh)
+            program, took = kept.program(label, partial(_compiled, jitted, compiler_options(target.platform, plan)))
             print(f"{label}: compiled in {took:.0f} s", file=sys.stderr, flush=True)
             module = parse_module(program.text)
-            sizes = dict(make(mesh)[1].shape)
+            sizes = dict(named.shape)
             sent = sent_by(collectives_of(module, sizes), plan, target.kind)
             flops = sum(compiled_flops(module).values())
             head = {"target": str(target), "work": contest.work, "mesh": str(plan.mesh), "program": name}

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from jaxpar.ledger.compiled import Change
 from jaxpar.ledger.hlo import HloCollective
 from jaxpar.ledger.traffic import Traffic
+from jaxpar.tables import human_bytes
 
 MERGED = "combiner: several collectives in one call, the same bytes"
 SPLIT = "decomposer: one collective in several calls, the same bytes"
@@ -33,6 +34,12 @@ class Bytes:
     def equal(self) -> bool:
         """Whether the same bytes are sent."""
         return self.predicted == self.compiled
+
+    @property
+    def cells(self) -> tuple[str, str, str]:
+        """Of a table: predicted, compiled, and why they differ."""
+        why = [name.split(":")[0] for name in (*self.passes, *["?"] * len(self.unexplained))]
+        return human_bytes(self.predicted), "equal" if self.equal else human_bytes(self.compiled), "; ".join(why)
 
 
 def explain(predicted: Iterable[Traffic], found: Iterable[HloCollective], changes: list[Change]) -> Bytes:
@@ -71,20 +78,26 @@ def _pass(change: Change) -> str:
 
 def _scattered(change: Change, changes: list[Change]) -> bool:
     """Whether it is one side of reduce-scatters that became all-reduces of the same operands over the same axes."""
-    if change.collective not in ("reduce_scatter", "all_reduce"):
+    both = _with_scatters(change, changes, "all_reduce")
+    if both is None:
         return False
-    both = {c.collective: c for c in changes if (c.axes, c.per) == (change.axes, change.per)}
-    if not {"reduce_scatter", "all_reduce"} <= both.keys():
-        return False
-    gone, come = both["reduce_scatter"], both["all_reduce"]
+    gone, come = both
     return gone.traced_bytes - gone.compiled_bytes == come.compiled_bytes - come.traced_bytes
 
 
 def _uneven(change: Change, changes: list[Change]) -> bool:
     """Whether it is one side of reduce-scatters that grew by a multiple of what new permutes over the axes carry."""
-    both = {c.collective: c for c in changes if (c.axes, c.per) == (change.axes, change.per)}
-    if change.collective not in ("reduce_scatter", "ppermute") or not {"reduce_scatter", "ppermute"} <= both.keys():
+    both = _with_scatters(change, changes, "ppermute")
+    if both is None:
         return False
-    grown, come = both["reduce_scatter"], both["ppermute"]
+    grown, come = both
     more = grown.compiled_bytes - grown.traced_bytes
     return (grown.change, come.change) == ("resized", "added") and more > 0 == more % come.compiled_bytes
+
+
+def _with_scatters(change: Change, changes: list[Change], other: str) -> tuple[Change, Change] | None:
+    """What changed of reduce-scatters and of `other` over the axes of `change`, if it is of one and there are both."""
+    both = {c.collective: c for c in changes if (c.axes, c.per) == (change.axes, change.per)}
+    if change.collective not in ("reduce_scatter", other) or not {"reduce_scatter", other} <= both.keys():
+        return None
+    return both["reduce_scatter"], both[other]

@@ -14,7 +14,7 @@ from jaxpar.aot.targets import Target
 from jaxpar.aot.training import lowered_step, training_programs
 from jaxpar.ledger.compiled import compare_compiled
 from jaxpar.ledger.hlo import collectives_of
-from jaxpar.ledger.hlo_text import array_bytes, parse_module
+from jaxpar.ledger.hlo_text import argument_bytes, parse_module
 from jaxpar.ledger.predict import local_bytes
 from jaxpar.ledger.traffic import merge
 from jaxpar.mesh import MeshSpec
@@ -64,9 +64,7 @@ class TrainingRow:
             f"{self.model} ({self.layers})",
             self.mesh,
             self.target,
-            human_bytes(self.sent.predicted),
-            "equal" if self.sent.equal else human_bytes(self.sent.compiled),
-            "; ".join(name.split(":")[0] for name in (*self.sent.passes, *["?"] * len(self.sent.unexplained))),
+            *self.sent.cells,
             human_bytes(self.state),
             "exact" if self.exact else human_bytes(self.compiled_state),
         )
@@ -91,8 +89,7 @@ def training_rows(kept: Kept, targets: Mapping[str, Target], only_kept: bool) ->
             traffic = merge(train.traffic())
             sent = explain(traffic, collectives, compare_compiled(traffic, collectives))
             state = local_bytes(train.abstract_state, train.state_specs, sizes)
-            arguments = [v for v in module.entry.instructions.values() if v.opcode == "parameter"]
-            held = sum(array_bytes(value.shape) for value in arguments if value.op_name.startswith("state"))
+            held = argument_bytes(module, "state")
             row = TrainingRow(model, len(experts), mesh, text, sent, state, held, program.aliased)
             print(f"{name}: {'; '.join(row.problems) or 'well'}", file=sys.stderr, flush=True)
             found.append(row)

@@ -25,7 +25,7 @@ from jaxpar.devices import abstract_mesh
 from jaxpar.ledger.compiled import compare_compiled
 from jaxpar.ledger.hlo import collectives_of
 from jaxpar.ledger.hlo_flops import compiled_flops
-from jaxpar.ledger.hlo_text import Module, array_bytes, parse_module
+from jaxpar.ledger.hlo_text import Module, argument_bytes, parse_module
 from jaxpar.ledger.predict import local_bytes, predict_flops, predict_traffic
 from jaxpar.planner.buffers import buffers_of
 from jaxpar.program import Programs
@@ -160,12 +160,8 @@ def predicted_bytes(case: Case) -> Held:
 
 def compiled_bytes(module: Module) -> Held:
     """From the shapes of the program's arguments; those that it does not use are left out of it."""
-    found = {"weights": 0, "cache.planes": 0, "": 0}
-    for value in module.entry.instructions.values():
-        if value.opcode == "parameter":
-            kind = next(kind for kind in found if value.op_name.startswith(kind))
-            found[kind] += array_bytes(value.shape)
-    return Held(found["weights"], found["cache.planes"], found[""])
+    weights, planes = (argument_bytes(module, name) for name in ("weights", "cache.planes"))
+    return Held(weights, planes, argument_bytes(module) - weights - planes)
 
 
 def report(rows: list[Row], training: list[TrainingRow], out: Path) -> None:
@@ -217,9 +213,7 @@ def _cells(row: Row) -> tuple[str, ...]:
         row.case.mesh,
         f"{row.case.phase} {row.case.options}".strip(),
         row.target,
-        human_bytes(row.sent.predicted),
-        "equal" if row.sent.equal else human_bytes(row.sent.compiled),
-        "; ".join(name.split(":")[0] for name in (*row.sent.passes, *["?"] * len(row.sent.unexplained))),
+        *row.sent.cells,
         f"{100 * row.flops_off:+.2f} %",
         "exact" if row.exact else "DIFFER",
         human_bytes(row.temporaries),

@@ -50,3 +50,14 @@ def by_row(of_rows: Callable[..., T], *arrays: jax.Array, fixed: bool) -> T:
 def whole_tiles(count: int, rows: int = ROWS) -> int:
     """Rows of the tiles that hold `count` rows."""
     return -(-count // rows) * rows
+
+
+def product_rows(rows: int, itemsize: int, fixed: bool = False) -> int:
+    """Rows of the products that `kernels.dense.matmul` computes of so many.
+
+    A single row of 16-bit numbers goes in twice: XLA:CPU has no fast product for it and takes ten times as long as for
+    two, and accelerators fill up their tiles in any case.
+    """
+    if fixed:
+        return whole_tiles(rows)
+    return 2 if rows == 1 and itemsize == 2 else rows

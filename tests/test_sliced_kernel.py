@@ -9,17 +9,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 from jaxpar.calibrate.overheads import narrow
+from jaxpar.devices import make_mesh
 from jaxpar.kernels import dense, gpu_sliced
 from jaxpar.mesh import MeshSpec
 from jaxpar.nn.linear import share_of
 from jaxpar.nn.mlp import MLP
 from jaxpar.plan import Plan
 
-MESH = jax.make_mesh((3,), ("cp",), axis_types=(AxisType.Auto,), devices=jax.devices()[:3])
+CP = MeshSpec(cp=3)
 WEIGHT = np.random.default_rng(0).standard_normal((96, 80)).astype(np.float32)
 
 
@@ -49,7 +49,12 @@ def test_the_product_varies_over_the_axes_of_its_operands(axes: tuple[str, ...])
         seen.append(jax.typeof(out).manual_axis_type.varying)
         return out
 
-    mapped = jax.shard_map(local, mesh=MESH, in_specs=(P(), P(None, axes or None)), out_specs=P(None, axes or None))
+    mapped = jax.shard_map(
+        local,
+        mesh=make_mesh(CP, jax.devices()[:3]),
+        in_specs=(P(), P(None, axes or None)),
+        out_specs=P(None, axes or None),
+    )
     jax.eval_shape(mapped, np.ones((4, 96), np.float32), np.ones((96, 288 if axes else 96), np.float32))
     assert seen == [set(axes)]
 
@@ -65,7 +70,7 @@ def test_ranks_read_their_shares_of_one_weight_where_heads_do_not_divide(heads: 
 
     specs = P(None, "cp"), P("cp"), P("cp")
     # What runs inside a kernel in interpret mode has no types of its own.
-    mapped = jax.shard_map(local, mesh=MESH, in_specs=P(), out_specs=specs, check_vma=False)
+    mapped = jax.shard_map(local, mesh=make_mesh(CP, jax.devices()[:3]), in_specs=P(), out_specs=specs, check_vma=False)
     out, at, beside = jax.jit(mapped)(x, WEIGHT)
     assert set(np.asarray(at)) == set(range(16 * heads)) and not np.any(beside)
     np.testing.assert_allclose(out[0], WEIGHT.sum(axis=1)[np.asarray(at)], atol=1e-4)
@@ -81,7 +86,7 @@ def test_an_ffn_of_which_ranks_of_cp_compute_slices_is_the_same_by_the_kernel(
     width: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = dataclasses.replace(narrow(1), mlp_bias=True)
-    mlp = MLP(config, Plan(MeshSpec(cp=3), decode_attention="helix"), ("mlp.",), width, ())
+    mlp = MLP(config, Plan(CP, decode_attention="helix"), ("mlp.",), width, ())
     rng = np.random.default_rng(width)
     for one in (mlp.gate_up.weight, mlp.gate_up.bias, mlp.down.weight):
         assert one is not None
@@ -93,5 +98,8 @@ def test_an_ffn_of_which_ranks_of_cp_compute_slices_is_the_same_by_the_kernel(
     def local(x: jax.Array) -> jax.Array:
         return jax.lax.psum(mlp(x, ("cp",)), "cp")
 
-    parts = jax.jit(jax.shard_map(local, mesh=MESH, in_specs=P(), out_specs=P(), check_vma=False))(x)
+    # As above: the kernel is in interpret mode.
+    parts = jax.jit(
+        jax.shard_map(local, mesh=make_mesh(CP, jax.devices()[:3]), in_specs=P(), out_specs=P(), check_vma=False)
+    )(x)
     np.testing.assert_allclose(parts, whole, rtol=1e-5, atol=1e-4)

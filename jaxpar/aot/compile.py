@@ -16,7 +16,7 @@ from jaxpar.checkpoint.config import ModelConfig
 from jaxpar.ledger.compiled import Change, compare_compiled
 from jaxpar.ledger.hlo import collectives_of
 from jaxpar.ledger.hlo_flops import compiled_flops
-from jaxpar.ledger.hlo_text import Module, array_bytes, parse_module
+from jaxpar.ledger.hlo_text import argument_bytes, parse_module
 from jaxpar.ledger.memory import memory_of
 from jaxpar.ledger.predict import local_bytes, predict_flops, predict_traffic
 from jaxpar.ledger.steps import make_steps
@@ -167,7 +167,7 @@ def _compiled(found: CompiledStep, programs: Programs, pages: int) -> CompiledSt
     cost = compiled.cost_analysis() or {}
     return replace(
         found,
-        memory=_with_compiled(found.memory, compiled.memory_analysis(), _argument_bytes(module)),
+        memory=_with_compiled(found.memory, compiled.memory_analysis(), argument_bytes(module)),
         flops=compiled_flops(module),
         sent=sent_by(collectives, found.plan, found.target.kind),
         changes=compare_compiled(predict_traffic(step), collectives),
@@ -185,12 +185,6 @@ def _with_compiled(memory: DeviceMemory, stats: Any, arguments: int) -> DeviceMe
         outputs=stats.output_size_in_bytes - stats.alias_size_in_bytes,
         code=stats.generated_code_size_in_bytes,
     )
-
-
-def _argument_bytes(module: Module) -> int:
-    """Those of the arguments that a program takes, without padding; what a step does not use, JAX leaves out."""
-    values = module.entry.instructions.values()
-    return sum(array_bytes(value.shape) for value in values if value.opcode == "parameter")
 
 
 def _sizes(step: Step) -> dict[str, Any]:

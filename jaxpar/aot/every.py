@@ -118,15 +118,15 @@ def every_case() -> list[Case]:
     ]
     shown: dict[tuple[str, str], Case] = {}
     for name, plan in plans:
-        ways: dict[tuple[str, str], tuple[int, Case]] = {}
-        for phase in PHASES:
-            step = make_steps(models[name], plan, phase, BATCH, CONTEXT)[0].batches[0]
-            for strategy in chosen(step).values():
-                key, kinds = (strategy.sublayer, strategy.name), len({row.collective for row in strategy.sent(step)})
-                # Of both phases that which shows more of it: a sum by levels has one level where it stays in a node.
-                if key not in ways or kinds > ways[key][0]:
-                    ways[key] = kinds, Case(strategy, name, phase, plan)
-        shown = {key: case for key, (_, case) in ways.items()} | shown
+        steps = {phase: make_steps(models[name], plan, phase, BATCH, CONTEXT)[0].batches[0] for phase in PHASES}
+        ways = [
+            (len({row.collective for row in strategy.sent(step)}), Case(strategy, name, phase, plan))
+            for phase, step in steps.items()
+            for strategy in chosen(step).values()
+        ]
+        # Of both phases that which shows more of it: a sum by levels has one level where it stays in a node.
+        for _, way in sorted(ways, key=lambda kinds_and_way: kinds_and_way[0], reverse=True):
+            shown.setdefault((way.strategy.sublayer, way.strategy.name), way)
     training = Plan(MeshSpec(dp=2, ep=2, tp=2))
     cases = []
     for strategy in STRATEGIES:

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxpar.fixed import by_row, whole_tiles
+from jaxpar.fixed import by_row, product_rows
 from jaxpar.kernels import gpu_sliced
 from jaxpar.kernels.backend import by_backend
 
@@ -53,14 +53,3 @@ def matmul_slice(
     kernel = partial(gpu_sliced.product, count=count, axis=axis, unit=unit)
     gpu = kernel if not fixed and gpu_sliced.fits(x, w, count, axis) else None
     return by_backend(x, w, jnp.asarray(start), gpu=gpu, default=copied)
-
-
-def product_rows(rows: int, itemsize: int, fixed: bool = False) -> int:
-    """Rows of the products that `matmul` computes.
-
-    A single row of 16-bit numbers goes in twice: XLA:CPU has no fast product for it and takes ten times as long as for
-    two, and accelerators fill up their tiles in any case.
-    """
-    if fixed:
-        return whole_tiles(rows)
-    return 2 if rows == 1 and itemsize == 2 else rows

@@ -14,6 +14,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from jaxpar.collectives.types import match_varying
+from jaxpar.fixed import product_rows
 from jaxpar.kernels.triton_call import LEAST, Ref, dot, fitting_block, largest_block, triton_call
 
 ROWS, DEPTH = 64, 128
@@ -49,8 +50,8 @@ def product(
         grid=(padded // tile, width // columns),
         shapes=[(padded, width)],
         like=match_varying(x, w, start),
-        # A single row of 16-bit numbers counts as the two that other backends multiply.
-        flops=2 * max(rows, 2 if x.dtype.itemsize == 2 else 1) * summed * width,
+        # As many as other backends compute, which is what the ledger counts.
+        flops=2 * product_rows(rows, x.dtype.itemsize) * summed * width,
         bytes_accessed=rows * summed * x.dtype.itemsize + summed * width * w.dtype.itemsize + 4 * rows * width,
         warps=4,
         interpret=interpret,

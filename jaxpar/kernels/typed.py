@@ -21,7 +21,7 @@ def of_jax(kernel: Callable[..., jax.Array], *operands: jax.Array) -> jax.Array:
     """What one of JAX's kernels makes of `operands`: it varies over every axis over which one of them does."""
     if jax.sharding.get_abstract_mesh().empty:
         return kernel(*operands)
-    # JAX's kernels do not say over which axes their results vary: around them nothing is checked, and then it is said.
     specs = tuple(P() for _ in operands)
+    # JAX's kernels do not say over which axes their results vary: around them nothing is checked, and then it is said.
     unchecked = jax.shard_map(kernel, in_specs=specs, out_specs=P(), axis_names=set(), check_vma=False)
     return match_varying(unchecked(*operands), *operands)

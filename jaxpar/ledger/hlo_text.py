@@ -104,6 +104,13 @@ def array_bytes(shape: str) -> int:
     return total
 
 
+def argument_bytes(module: Module, name: str = "") -> int:
+    """Bytes of the arguments whose names begin so, without padding; what a program does not use, JAX leaves out."""
+    values = module.entry.instructions.values()
+    taken = [value for value in values if value.opcode == "parameter" and value.op_name.startswith(name)]
+    return sum(array_bytes(value.shape) for value in taken)
+
+
 def array_shape(shape: str) -> list[int]:
     """Sizes of an array's dimensions, or of the first array's of a tuple."""
     found = _ARRAY.search(shape)

@@ -15,9 +15,8 @@ from jaxpar.attention import head_dim
 from jaxpar.attention.latent import absorbed_flops, expand_flops
 from jaxpar.attention.tiles import FIXED_KEYS, attend_flops
 from jaxpar.checkpoint.config import ModelConfig, MoEConfig
-from jaxpar.fixed import whole_tiles
+from jaxpar.fixed import product_rows, whole_tiles
 from jaxpar.heads import HeadLayout
-from jaxpar.kernels.dense import product_rows
 from jaxpar.ledger.flops import per_iteration
 from jaxpar.ledger.rounds import all_flops, all_rounds, count_rounds
 from jaxpar.ledger.traffic import Traffic, merge, times

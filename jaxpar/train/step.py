@@ -126,7 +126,8 @@ class TrainPrograms:
     @property
     def abstract_state(self) -> TrainState:
         """Shapes of the state."""
-        return TrainState(self._abstract_weights, jax.eval_shape(self.optimizer.init, self._abstract_weights))
+        weights = self._abstract_weights
+        return TrainState(weights, jax.eval_shape(self.optimizer.init, weights))
 
     @property
     def _abstract_weights(self) -> dict[str, jax.ShapeDtypeStruct]:
